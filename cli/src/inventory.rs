@@ -29,7 +29,8 @@ pub(crate) struct Args {
 /// Text of `--help` after the flags.
 const HELP: &str = "\
 The levels of the printed file are widest first, whatever the direction of the file that is read.
-No such file has the rates of all network interfaces, so --nic-mbit is required.
+No such file has the rates of network interfaces, except for nodes of Kubernetes with the label
+racksum.dev/nic-mbit. --nic-mbit gives them for the other hosts.
 
 Examples:
   racksum inventory slurm /etc/slurm/topology.conf --nic-mbit 25000 --cpus-per-node 64
@@ -98,8 +99,8 @@ struct Common {
     #[arg(long, value_name = "HOSTS", value_parser = host_list)]
     hosts: Option<HostList>,
     /// Rate of the hosts' network interfaces in Mbit/s, or of some, as in n[1-4]=25000. May be
-    /// given several times; a rate of named hosts wins over that of all.
-    #[arg(long, value_name = "[HOSTS=]RATE", required = true)]
+    /// given several times; a rate of named hosts wins over that of all. Every host needs one.
+    #[arg(long, value_name = "[HOSTS=]RATE")]
     nic_mbit: Vec<NicRate>,
 }
 
@@ -147,7 +148,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         }
     };
     warn_of_notes(file, &mut import);
-    let inventory = import.inventory(&common.nic_mbit).map_err(|error| wrong(file, error))?;
+    let inventory = with_rates(&import, &common.nic_mbit, file)?;
     print_line(&match args.format {
         Output::Toml => toml_of(&inventory, file),
         Output::Json => serde_json::to_string_pretty(&inventory)
@@ -192,6 +193,20 @@ pub(crate) fn read_topology(file: &Path, name: Option<&str>) -> Result<Import, F
             _ => "",
         };
         wrong(file, format_args!("{error}{advice}"))
+    })
+}
+
+/// Returns the inventory of an import from a file, with these rates of network interfaces.
+pub(crate) fn with_rates(
+    import: &Import,
+    rates: &[NicRate],
+    file: &Path,
+) -> Result<Inventory, Failure> {
+    import.inventory(rates).map_err(|error| match error.kind {
+        ImportErrorKind::Rate => {
+            Failure::usage(PeerText::of(format_args!("{error} with --nic-mbit")).as_str())
+        }
+        _ => wrong(file, error),
     })
 }
 

@@ -14,6 +14,7 @@ use crate::inventory::Tree;
 pub use self::check::NetworkError;
 pub(crate) use self::links::Peer;
 pub use self::links::{Bottleneck, Links, Rate, Source, goodput_share};
+pub use self::merge::Passed;
 
 /// Measurements of a cluster's links.
 ///
@@ -94,6 +95,14 @@ impl Network {
         links.flatten().chain(self.pairs.iter_mut().map(|pair| &mut pair.path))
     }
 }
+
+/// Returns whether a rate is clearly lower than another one.
+pub(crate) fn is_slower(mbit: f64, limit: f64) -> bool {
+    mbit < limit * (1.0 - RATE_TOLERANCE)
+}
+
+/// Rates that differ by a smaller share count as the same.
+pub(crate) const RATE_TOLERANCE: f64 = 0.1;
 
 /// The age from which a measurement is stale, in half-lives.
 const STALE_HALF_LIVES: f64 = 2.0;

@@ -1,8 +1,25 @@
 //! Quantities of Kubernetes, such as `64`, `63500m`, `1.5Gi` or `1e3`.
 
-/// Returns a quantity in thousandths, rounded up, or `None` if the text is not a quantity.
+/// Returns a quantity in thousandths, rounded up, or `None` if the text is not a quantity. A number
+/// beyond 2^63 - 1 counts as that, as in Kubernetes, so that sums of quantities fit.
 #[must_use]
 pub fn thousandths(quantity: &str) -> Option<i128> {
+    let (numerator, denominator) = fraction(quantity)?;
+    let scaled = numerator.checked_mul(1000)?;
+    let up = scaled.div_euclid(denominator) + i128::from(scaled.rem_euclid(denominator) > 0);
+    Some(up.clamp(-MOST, MOST))
+}
+
+/// Returns the whole units of a quantity, rounded down, or `None` if the text is not a quantity or
+/// the number is negative or too large.
+#[must_use]
+pub fn whole(quantity: &str) -> Option<u32> {
+    let (numerator, denominator) = fraction(quantity)?;
+    u32::try_from(numerator.div_euclid(denominator)).ok()
+}
+
+/// Returns a quantity as a fraction whose denominator is positive.
+fn fraction(quantity: &str) -> Option<(i128, i128)> {
     let text = quantity.trim();
     let end = text.find(|c: char| !matches!(c, '0'..='9' | '.' | '+' | '-')).unwrap_or(text.len());
     let (number, suffix) = text.split_at(end);
@@ -28,16 +45,11 @@ pub fn thousandths(quantity: &str) -> Option<i128> {
             *side = side.checked_mul(power)?;
         }
     }
-    let scaled = numerator.checked_mul(1000)?;
-    Some(scaled.div_euclid(denominator) + i128::from(scaled.rem_euclid(denominator) > 0))
+    Some((numerator, denominator))
 }
 
-/// Returns the whole units of a quantity, rounded down, or `None` if the text is not a quantity or
-/// the number is negative or too large.
-#[must_use]
-pub fn whole(quantity: &str) -> Option<u32> {
-    u32::try_from(thousandths(quantity)?.div_euclid(1000)).ok()
-}
+/// The greatest quantity in thousandths.
+const MOST: i128 = 1000 * i64::MAX as i128;
 
 /// Returns a decimal number as a fraction.
 fn decimal(number: &str) -> Option<(i128, i128)> {
@@ -63,7 +75,9 @@ mod tests {
             ("1.", 1000),
             ("1.5Gi", 1_610_612_736_000),
             ("1e3", 1_000_000),
-            ("12E", 12_000_000_000_000_000_000_000),
+            ("9E", 9_000_000_000_000_000_000_000),
+            ("12E", 9_223_372_036_854_775_807_000),
+            ("-1e35", -9_223_372_036_854_775_807_000),
             ("1E2", 100_000),
             ("1k", 1_000_000),
             ("100n", 1),
@@ -83,6 +97,8 @@ mod tests {
         for (text, units) in [
             ("64", 64),
             ("1999m", 1),
+            ("0.9999", 0),
+            ("7999999u", 7),
             ("0.5", 0),
             ("7.9", 7),
             ("0", 0),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use racksum_placer::inventory::Inventory;
 use racksum_placer::network::{Measurement, Network, PairRecord};
-use racksum_placer::survey::{Sample, fit, found_tree, misplaced};
+use racksum_placer::survey::{Sample, fit, found_tree, misplaced, passed};
 use racksum_placer::topology::Topology;
 
 use crate::outcome::{MeasureError, Options, Outcome, WrongLabel};
@@ -44,9 +44,12 @@ pub async fn measure(
     let contended = survey.measure_uplinks().await;
     survey.measure_again(&contended).await;
     let (topology, samples) = (Arc::clone(survey.topology()), survey.samples());
-    let network = survey.compute(move || fit(&topology, &samples, &contended)).await;
+    let inferred =
+        move || (fit(&topology, &samples, &contended), passed(&topology, &samples, &contended));
+    let (network, passed) = survey.compute(inferred).await;
     let mut network = Network { tree, ..network };
     let mut outcome = survey.finish().await;
+    outcome.passed = passed;
     network.pairs.extend(outcome.dead.iter().flat_map(|(one, other)| {
         [(one, other), (other, one)].map(|(from, to)| dead_path(from, to))
     }));

@@ -82,7 +82,10 @@ impl Node {
         let failed = |host, why| Unserved::Failed(NodeFailure { host, why });
         let addrs = match resolve(address).await {
             Ok(addrs) => addrs,
-            Err(error) => return Err(failed(host, format!("cannot resolve {address}: {error}"))),
+            Err(error) => {
+                let advice = "give the host's `address` in the nodes file";
+                return Err(failed(host, format!("cannot resolve {address}: {error}; {advice}")));
+            }
         };
         let mut why = format!("{address} has no address");
         for addr in addrs {
@@ -97,7 +100,7 @@ impl Node {
                     });
                 }
                 Ok((_, Answer::Busy(busy))) => return Err(Unserved::Busy { host, busy }),
-                Ok(_) => why = "the agent gave an answer that makes no sense to a hello".into(),
+                Ok(_) => why = NO_SENSE.into(),
                 Err(error) => why = error,
             }
         }
@@ -116,18 +119,19 @@ impl Node {
     fn unexpected(&self, answer: &Answer) -> NodeFailure {
         // Its fields are the other side's, so only the log shows them.
         tracing::debug!(?answer, "unexpected answer");
-        self.failure(
-            "the agent gave an answer that makes no sense; install the same release on all \
-             hosts, or exclude it"
-                .into(),
-        )
+        self.failure(NO_SENSE.into())
     }
 
-    /// Shows an agent that carries out no order that this coordinator still needs it.
+    /// Shows an agent that carries out no order that this coordinator still needs it. Hangs up on
+    /// an agent that reads no orders.
     pub(crate) async fn stay(&self) {
         // Another order shows it as well. The next one meets the failure of an agent that is gone.
         if let Ok(mut control) = self.control.try_lock() {
-            drop(frames::send(&mut control.send, &Order::Stay).await);
+            let sent = timeout(STREAM_PATIENCE, frames::send(&mut control.send, &Order::Stay));
+            if sent.await.is_err() {
+                // A part of the order may be sent, so no other order can follow it.
+                self.quic.close(1u32.into(), UNREAD.as_bytes());
+            }
         }
     }
 
@@ -208,11 +212,18 @@ impl Control {
             }
             error => error.to_string(),
         })?;
-        let streams = connection.quic().open_bi().await;
+        // The agent decides when it has room for a stream.
+        let opened = timeout(STREAM_PATIENCE, connection.quic().open_bi()).await;
+        let streams = opened.map_err(|_| UNREAD.to_owned())?;
         let (send, recv) = streams.map_err(|error| PeerText::of(error).as_str().to_owned())?;
         let mut control = Self { addr, connection, send, recv };
         let answer = control.ask(&Order::Hello { version: VERSION }).await?;
         Ok((control, answer))
+    }
+
+    /// Returns whether this coordinator has hung up.
+    fn is_hung_up(&self) -> bool {
+        self.connection.quic().close_reason() == Some(quinn::ConnectionError::LocallyClosed)
     }
 
     /// Sends an order and waits for the answer; the error says why there is none.
@@ -226,13 +237,14 @@ impl Control {
             }
         };
         let answer = timeout(ANSWER_PATIENCE, exchange).await;
-        match answer.unwrap_or_else(|_| Err("the agent does not answer".to_owned())) {
+        match answer.unwrap_or_else(|_| Err(UNANSWERED.to_owned())) {
             Ok(Answer::Refused { reason }) => {
                 Err(format!("the agent refuses: {}", PeerText::of(reason)))
             }
             Ok(answer) => Ok(answer),
             // The agent states its reason in the close of the connection.
             Err(why) => Err(match self.connection.why_ended(self.addr) {
+                _ if self.is_hung_up() => UNREAD.to_owned(),
                 Some(NetError::Connect { addr, cause }) => {
                     format!("the connection to {addr} ended: {}", PeerText::of(cause))
                 }
@@ -263,10 +275,20 @@ pub(crate) fn is_possible(pings: u32, train: Option<Arrived>, sent: Sent) -> boo
 const PATIENCE: Span = Span::from_secs(5);
 /// Time limit for the answer to an order, which may take several seconds to carry out.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
+/// Time limit for an agent to have room for the stream of orders, or for a short order on it. An
+/// agent that reads its orders has room at once.
+const STREAM_PATIENCE: Duration = Duration::from_secs(5);
+/// The failure of an agent that has no room for an order.
+const UNREAD: &str = "the agent reads no orders; start it again, or exclude it";
+/// The failure of an agent that answers too late.
+const UNANSWERED: &str = "the agent did not answer within 30 s; start it again, or exclude it";
+/// The failure of an agent whose answer is not one to the order.
+const NO_SENSE: &str = "the agent gave an answer that makes no sense; install the same release on \
+                        all hosts, or exclude it";
 /// Interval between pings in microseconds.
 const INTERVAL_US: u32 = 1_000;
-/// The longest round trip that counts, in microseconds: longer ones than the time limits.
-const MOST_RTT_US: f64 = 1e9;
+/// The longest round trip that counts, in microseconds: the time limit for the answer.
+const MOST_RTT_US: f64 = 1e6 * ANSWER_PATIENCE.as_secs_f64();
 
 #[cfg(test)]
 mod tests {
@@ -285,7 +307,7 @@ mod tests {
             (f64::INFINITY, f64::INFINITY),
             (-1.0, 60.0),
             (60.0, 50.0),
-            (50.0, 1e300),
+            (50.0, 30.1e6),
         ] {
             assert!(!pinged(500, 499, p50, p99), "{p50} {p99}");
         }

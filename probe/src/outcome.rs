@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use racksum_net::NetError;
 use racksum_net::quic::Credentials;
-use racksum_placer::network::Network;
+use racksum_placer::network::{Network, Passed};
 use racksum_placer::survey::Sample;
 use racksum_placer::topology::{InventoryError, Topology};
 use racksum_proto::counted::counted;
@@ -33,6 +33,8 @@ pub struct Options {
 pub struct Outcome {
     /// The rates, losses and round-trip times of links.
     pub network: Network,
+    /// The greatest rates that passed the directions of links, also of those that limit nothing.
+    pub passed: Vec<Passed>,
     /// The paths that were measured, each with its fastest measurement.
     pub samples: Vec<Sample>,
     /// The topology of `samples`: that of the labels, or the one that was measured.

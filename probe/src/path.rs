@@ -6,7 +6,7 @@ use racksum_net::NetError;
 use racksum_net::auth::new_key;
 
 use crate::datagram::{HEADERS, PING_LEN, TRAIN_LEN};
-use crate::message::{Pinged, Train};
+use crate::message::{Arrived, Pinged, Train};
 use crate::node::{FlowReport, Node, NodeFailure, Sent};
 
 /// The loss in both directions of a path, and its round-trip times.
@@ -82,8 +82,7 @@ impl FlowOrders {
         Ok(None)
     }
 
-    /// Sends a train and ends the flow. Returns the rate at the receiver in Mbit/s: zero if nothing
-    /// arrived, and `None` if the train was too short to show one.
+    /// Sends a train and ends the flow. Returns the rate of [`shown_mbit`].
     pub(crate) async fn send(self, train: Train) -> Result<Option<f64>, NodeFailure> {
         let datagrams = match self.from.train(self.number, train).await {
             Ok(datagrams) => datagrams,
@@ -91,17 +90,15 @@ impl FlowOrders {
         };
         self.count(train_bytes(datagrams.into()));
         let arrived = self.end(datagrams).await?.train;
-        Ok(arrived.map_or(Some(0.0), |arrived| arrived.mbit))
+        Ok(shown_mbit(arrived, train))
     }
 
     async fn ping_path(&mut self) -> Result<Pinged, NodeFailure> {
         let mut pinged = self.ping(PINGS).await?;
-        while let Some(count) = further_pings(&pinged) {
-            let sent = pinged.sent;
+        // An agent could send one ping each time, and so keep all others waiting.
+        for _ in 0..FURTHER_TURNS {
+            let Some(count) = further_pings(&pinged) else { break };
             pinged = self.ping(count).await?;
-            if pinged.sent == sent {
-                break;
-            }
         }
         Ok(pinged)
     }
@@ -137,6 +134,15 @@ impl FlowOrders {
         drop(other.report(self.number, nothing).await);
         failure
     }
+}
+
+/// Returns the rate that a train shows, in Mbit/s: zero if nothing arrived, and `None` if it was
+/// too short to show one.
+///
+/// A path passes no more than was sent: if it shows more, it held datagrams back and then passed
+/// them at once, or the agent is wrong.
+fn shown_mbit(arrived: Option<Arrived>, train: Train) -> Option<f64> {
+    arrived.map_or(Some(0.0), |arrived| arrived.mbit.map(|mbit| mbit.min(train.mbit)))
 }
 
 /// Returns the number of further pings that a path needs.
@@ -181,6 +187,9 @@ pub(crate) const fn proven_train_bytes(bytes: u64) -> u64 {
 const PINGS: u32 = 400;
 /// Further pings if some were lost: then a loss of 5 % is exact to 1 point in 95 of 100 cases.
 const MORE_PINGS: u32 = 1_600;
+/// Further orders to ping a path: one if the agent stopped before the first echo, and one if pings
+/// were lost.
+const FURTHER_TURNS: u32 = 2;
 /// Pings that prove that an agent agrees to receive a train.
 const PROOF_PINGS: u32 = 3;
 /// The greatest number of such proofs.
@@ -205,5 +214,13 @@ mod tests {
         assert_eq!(further(PINGS, PINGS - 1), Some(MORE_PINGS));
         assert_eq!(further(PINGS + MORE_PINGS, PINGS), None);
         assert_eq!((further(MOST_UNPROVEN, 0), further(0, 0)), (None, None));
+    }
+
+    #[test]
+    fn a_train_shows_no_more_than_the_rate_at_which_it_was_sent() {
+        let train = Train { bytes: 4_000_000, millis: 100, mbit: 125.0 };
+        let shown = |mbit| shown_mbit(Some(Arrived { datagrams: 50, mbit }), train);
+        assert_eq!([Some(94.0), Some(1e7), None].map(shown), [Some(94.0), Some(125.0), None]);
+        assert_eq!(shown_mbit(None, train), Some(0.0));
     }
 }

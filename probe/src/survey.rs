@@ -40,7 +40,7 @@ pub(crate) struct Survey<'a> {
     /// The failures of agents by the names of their hosts.
     failed: BTreeMap<String, String>,
     samples: BTreeMap<(HostId, HostId), Sample>,
-    /// Second measurements of some paths.
+    /// The slower ones of two measurements of some paths.
     again: Vec<Sample>,
     /// The names of hosts between which no ping passed.
     dead: Vec<(String, String)>,
@@ -312,8 +312,11 @@ impl<'a> Survey<'a> {
     ) -> Vec<Contended> {
         let mut found = vec![];
         for (of, is_up) in links {
-            // A train is never longer than one between two hosts with the same interface.
-            let is_usable = |host: HostId| self.can_afford((host, host), 2, 0);
+            // A host that nothing passes loads no link. A train is never longer than one between
+            // two hosts with the same interface.
+            let is_usable = |host: HostId| {
+                rates.passes(&self.topology, host) && self.can_afford((host, host), 2, 0)
+            };
             let mut pairs = contended_pairs(&self.topology, of, is_usable);
             pairs.truncate(MOST_PAIRS);
             let paths = pairs.into_iter().map(|(a, b)| if is_up { (a, b) } else { (b, a) });
@@ -323,6 +326,10 @@ impl<'a> Survey<'a> {
                 (pair, mbit.min(nics_mbit))
             };
             let alone: BTreeMap<_, _> = paths.map(alone).collect();
+            // One pair at a time was measured before.
+            if alone.len() < 2 {
+                continue;
+            }
             // What a slow host cannot receive would take the room of other pairs on the link.
             let trains = alone.iter().map(|(pair, mbit)| (*pair, train_of(*mbit, 2))).collect();
             let mut passed = self.trains(&trains).await;
@@ -355,8 +362,7 @@ impl<'a> Survey<'a> {
             let trains = round.map(|pair| (pair, self.train_for(pair))).collect();
             for (pair, mbit) in self.trains(&trains).await {
                 let Some(sample) = self.samples.get_mut(&pair) else { continue };
-                self.again.push(Sample { mbit, ..*sample });
-                sample.mbit = sample.mbit.max(mbit);
+                self.again.push(keep_faster(sample, mbit));
             }
         }
     }
@@ -386,6 +392,7 @@ impl<'a> Survey<'a> {
         self.close().await;
         Outcome {
             network: Network::default(),
+            passed: vec![],
             failed: self.failures(),
             samples: self.samples.into_values().collect(),
             topology: Arc::unwrap_or_clone(self.topology),
@@ -447,6 +454,13 @@ fn train_of(mbit: f64, lengths: u32) -> Train {
     let bytes = (bits / 8.0) as u64;
     let most = MOST_TRAIN_BYTES * u64::from(lengths);
     Train { bytes: bytes.clamp(train_bytes(LEAST_DATAGRAMS), most), millis, mbit }
+}
+
+/// Keeps the faster one of a sample and a second measurement of its path. Returns the slower one.
+fn keep_faster(sample: &mut Sample, again_mbit: f64) -> Sample {
+    let slower = Sample { mbit: sample.mbit.min(again_mbit), ..*sample };
+    sample.mbit = sample.mbit.max(again_mbit);
+    slower
 }
 
 /// Checks that no two hosts name the same agent.
@@ -521,3 +535,22 @@ const LEAST_DATAGRAMS: u64 = 50;
 const FAST: f64 = 1.1;
 /// The rate of a train, divided by that of the slower interface.
 const EXCESS: f64 = 1.25;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One great rate that counted twice would confirm itself.
+    #[test]
+    fn two_measurements_of_a_path_are_two_samples() {
+        let hosts = r#"{"hosts": [{"name": "a", "nic_mbit": 1}, {"name": "b", "nic_mbit": 1}]}"#;
+        let topology = Topology::new(&serde_json::from_str(hosts).unwrap()).unwrap();
+        let [from, to] = ["a", "b"].map(|name| topology.host_named(name).unwrap());
+        for (first, again) in [(30.0, 100.0), (100.0, 30.0)] {
+            let mut sample =
+                Sample { from, to, mbit: first, loss: 0.0, rtt_us: 50.0, rtt_p99_us: 60.0 };
+            let slower = keep_faster(&mut sample, again);
+            assert_eq!((sample.mbit, slower.mbit), (100.0, 30.0));
+        }
+    }
+}

@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, UdpSocket};
 use std::time::Duration;
 
-use racksum_net::quic::{Caller, Connection, Credentials, frames};
+use racksum_net::quic::{Caller, Connection, Credentials, frames, serve};
 use racksum_placer::inventory::{Host, Inventory};
 use racksum_placer::topology::Topology;
 use racksum_proto::auth::Key;
@@ -13,6 +13,7 @@ use crate::agent::PATIENCE;
 use crate::datagram::{Header, Kind, PING_LEN, TRAIN_LEN, TagKey};
 use crate::flow::MOST_UNPROVEN;
 use crate::message::{Answer, Busy, Order, PROTOCOL, Train, VERSION};
+use crate::node::{Node, Sent};
 use crate::survey::{Survey, stays};
 use crate::{Agent, MeasureError, Options, measure};
 
@@ -303,6 +304,29 @@ async fn a_first_packet_gets_shorter_replies_than_itself() {
     }
     assert!(len >= 1200 && replies < len, "{replies} bytes in reply to {len}");
     calling.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_agent_that_reads_no_orders_keeps_no_coordinator_waiting() {
+    let agent = serve("127.0.0.1:0".parse().unwrap(), &credentials(), PROTOCOL).unwrap();
+    let address = agent.local_addr().unwrap().to_string();
+    tokio::spawn(async move {
+        let connection = agent.accept().await.unwrap().accept().unwrap().await.unwrap();
+        let (mut send, mut recv) = connection.accept_bi().await.unwrap();
+        assert!(frames::recv::<Order>(&mut recv).await.unwrap().is_some());
+        let hello = Answer::Hello { version: VERSION, data_port: 9 };
+        frames::send(&mut send, &hello).await.unwrap();
+        std::future::pending::<()>().await;
+    });
+    let caller = Caller::new(PROTOCOL, &credentials()).unwrap();
+    let node = Node::connect("h".into(), &address, &caller).await.unwrap();
+    // Far more than the agent has room for.
+    for _ in 0..100_000 {
+        node.stay().await;
+    }
+    let order = node.report(1, Sent { pings: 0, train: 0 }).await;
+    let why = "the agent reads no orders; start it again, or exclude it";
+    assert_eq!(order.unwrap_err().why, why);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

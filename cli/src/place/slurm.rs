@@ -10,7 +10,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use racksum_placer::import::slurm::{AllocationError, UNTYPED, gpus, per_host};
-use racksum_placer::import::{Import, ImportErrorKind, NicRate};
+use racksum_placer::import::{Import, NicRate};
 use racksum_placer::inventory::Inventory;
 use racksum_placer::job::Job;
 use racksum_proto::peer_text::PeerText;
@@ -21,7 +21,7 @@ use super::Planned;
 use crate::cluster_file::wrong;
 use crate::environment::{AGGREGATOR, IDENTITY, variable};
 use crate::exit::Failure;
-use crate::inventory::{Gpus, HostList, host_list, read_topology, warn_of_notes};
+use crate::inventory::{Gpus, HostList, host_list, read_topology, warn_of_notes, with_rates};
 use crate::{args, stderr};
 
 #[derive(Debug, clap::Args)]
@@ -85,14 +85,8 @@ impl Slurm {
             ));
         }
         warn_of_notes(&file, &mut import);
-        let inventory = import.inventory(&self.nic_mbit);
-        let inventory = inventory.map_err(|error| match error.kind {
-            ImportErrorKind::Rate => {
-                Failure::usage(PeerText::of(format_args!("{error} with --nic-mbit")).as_str())
-            }
-            _ => wrong(&file, error),
-        });
-        Ok((file, inventory?))
+        let inventory = with_rates(&import, &self.nic_mbit, &file)?;
+        Ok((file, inventory))
     }
 
     fn hosts(&self) -> Result<Vec<String>, Failure> {

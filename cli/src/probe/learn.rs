@@ -12,19 +12,18 @@ use racksum_placer::network::{Links, Network};
 use racksum_placer::survey::{Difference, Figure, OwnCounters, RankCounters, Transfers, learn};
 use racksum_placer::topology::{HostId, Topology};
 use racksum_proto::counted::counted;
-use racksum_proto::peer_text::PeerText;
 use racksum_proto::status::{self, AggregatorStatus, JobStatus, RankStatus};
 use racksum_worker::aggregator_sets;
 
 use super::measure::{older, save};
-use super::show;
+use super::{report, show};
+use crate::args;
 use crate::cluster_file::{now, placed, read, read_network, wrong};
 use crate::environment;
 use crate::exit::{Failure, print_line};
 use crate::out_file::OutFile;
 use crate::status::ask_one;
 use crate::table::table;
-use crate::{args, stderr};
 
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
@@ -74,10 +73,11 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let (topology, older) = placed((&args.nodes, inventory), (&args.net, older))?;
     let links = Links::new(&topology, &older).map_err(|error| wrong(&args.net, error))?;
     let hosts = Hosts::find(&topology)?;
-    let mut ranks = vec![];
+    let (mut ranks, mut doubts) = (vec![], Doubts::default());
     for (which, before, after) in asked {
-        ranks.extend(hosts.counters(&which, before.as_ref(), &after)?);
+        ranks.extend(hosts.counters((&which, before.as_ref(), &after), &mut doubts)?);
     }
+    report::warn_all(doubts.lines());
     let counters: Vec<_> = ranks.iter().map(|(_, counters)| counters.clone()).collect();
     let learned = learn(&topology, &older, &links, &counters);
     if learned == Network::default() {
@@ -214,12 +214,10 @@ impl<'a> Hosts<'a> {
     }
 
     /// Returns the number of each rank, and what the aggregator and the rank itself counted of it.
-    /// Warns of ranks on unknown hosts, and of ranks whose receive buffers overflow.
     fn counters(
         &self,
-        which: &str,
-        before: Option<&AggregatorStatus>,
-        after: &AggregatorStatus,
+        (which, before, after): (&str, Option<&AggregatorStatus>, &AggregatorStatus),
+        doubts: &mut Doubts,
     ) -> Result<Vec<(u16, RankCounters)>, Failure> {
         let aggregator = self.of_aggregator(which, after)?;
         let mut all = vec![];
@@ -235,14 +233,15 @@ impl<'a> Hosts<'a> {
                                 .iter()
                                 .find(|it| (it.rank, &it.addr) == (rank.rank, &rank.addr))
                         });
-                        warn_of_drops(&job.job, before, rank);
+                        doubts.full.extend(drops(&job.job, before, rank));
                         let counters = counters(&job.job, (host, aggregator), before, rank);
                         all.push((rank.rank, counters));
                     }
-                    Err(why) => stderr::warn(PeerText::of(format!(
-                        "rank {} of job {:?} tells nothing: {why}",
+                    Err(why) => doubts.unknown.push(format!(
+                        "rank {} of job {:?} tells nothing: {why}; give the host's `address` in \
+                         the nodes file",
                         rank.rank, job.job
-                    ))),
+                    )),
                 }
             }
         }
@@ -310,15 +309,47 @@ fn own_since(before: Option<&RankStatus>, after: &RankStatus) -> Option<status::
     (own.results.fragments > 0).then_some(own)
 }
 
-/// Warns of a rank whose kernel dropped results: their loss is not that of a link.
-fn warn_of_drops(job: &str, before: Option<&RankStatus>, rank: &RankStatus) {
+/// Returns a warning about a rank whose kernel dropped results: their loss is not that of a link.
+fn drops(job: &str, before: Option<&RankStatus>, rank: &RankStatus) -> Option<String> {
     let drops = own_since(before, rank).map_or(0, |own| own.kernel_drops);
-    if drops > 0 {
-        stderr::warn(PeerText::of(format!(
+    (drops > 0).then(|| {
+        format!(
             "rank {} of job {job:?} lost {} because its receive buffer was full: the loss of \
              results is not only that of its link; raise net.core.rmem_max on its host",
             rank.rank,
             counted(drops, "datagram")
-        )));
+        )
+    })
+}
+
+/// Warnings about ranks. A job may have thousands.
+#[derive(Default)]
+struct Doubts {
+    /// Ranks on unknown hosts.
+    unknown: Vec<String>,
+    /// Ranks whose receive buffers overflow.
+    full: Vec<String>,
+}
+
+impl Doubts {
+    fn lines(self) -> Vec<String> {
+        let unknown = report::bounded(self.unknown, ("more rank", "on hosts that are not known"));
+        let full = report::bounded(self.full, ("more rank", "whose receive buffers were full"));
+        [unknown, full].concat()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_warnings_about_thousands_of_ranks_are_few() {
+        let lines = |count: usize| (0..count).map(|rank| format!("rank {rank}")).collect();
+        let doubts = Doubts { unknown: lines(5000), full: lines(9) };
+        let lines = doubts.lines();
+        assert_eq!(lines.len(), 9 + 9, "{lines:?}");
+        assert_eq!(lines[8], "4992 more ranks on hosts that are not known");
+        assert_eq!(lines[17], "1 more rank whose receive buffers were full");
     }
 }

@@ -71,7 +71,8 @@ pub(super) fn run(args: &Args) -> Result<(), Failure> {
     let mut network = Network { measured_at: Some(now()), ..outcome.network.clone() };
     if let Some(older) = older {
         network.half_life_s = older.half_life_s;
-        network = network.over(older.at(now()), &outcome.topology, &outcome.measured());
+        let older = older.at(now()).without_slower(&outcome.passed);
+        network = network.over(older, &outcome.topology, &outcome.measured());
     }
     let saved = save(out, &args.out, &network);
     // A full disk must not cost the results.

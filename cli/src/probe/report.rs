@@ -50,7 +50,8 @@ pub(super) fn warn_of_wrong_labels(labelled: &Inventory, network: &Network) {
     warn_all(bounded(lines, ("more host", "with a wrong label")));
 }
 
-fn warn_all(lines: Vec<String>) {
+/// Prints warnings. They may quote other programs.
+pub(super) fn warn_all(lines: Vec<String>) {
     lines.into_iter().for_each(|line| stderr::warn(PeerText::of(line)));
 }
 
@@ -90,7 +91,7 @@ fn warnings(outcome: &Outcome) -> Vec<String> {
 }
 
 /// Returns the first lines, and one that counts the others with a noun and what they are.
-fn bounded(mut lines: Vec<String>, (noun, are): (&str, &str)) -> Vec<String> {
+pub(super) fn bounded(mut lines: Vec<String>, (noun, are): (&str, &str)) -> Vec<String> {
     let more = lines.len().saturating_sub(MOST_LISTED);
     if more > 0 {
         lines.truncate(MOST_LISTED);
@@ -117,6 +118,7 @@ mod tests {
             WrongLabel { host: "h".into(), labelled: "a".into(), measured: "b".into(), ratio: 2.0 };
         let outcome = Outcome {
             network: Network::default(),
+            passed: vec![],
             samples: vec![],
             topology: Topology::new(&inventory).unwrap(),
             wrong_labels: vec![wrong; 9],

@@ -100,6 +100,30 @@ fn nodes_of_kubernetes_are_read() {
 }
 
 #[test]
+fn every_host_needs_a_rate_from_a_label_or_a_flag() {
+    let folder = Folder::new("inventory-rates");
+    let flags = ["--levels", "zone,rack"];
+    let label = |text: &str, rack: &str, mbit: u32| {
+        let from = format!(r#""rack": "{rack}""#);
+        text.replace(&from, &format!(r#"{from}, "racksum.dev/nic-mbit": "{mbit}""#))
+    };
+    let first = label(NODES, "r1", 100);
+    let all = print(&folder, "kubernetes", "nodes.json", &label(&first, "r2", 200), &flags);
+    let all = all.ok().out;
+    assert!(all.contains("nic_mbit = 100.0") && all.contains("nic_mbit = 200.0"), "{all}");
+    for (kind, name, text, host, flags) in [
+        ("kubernetes", "nodes.json", first.as_str(), "n2", &flags[..]),
+        ("slurm", "topology.conf", TOPOLOGY, "n1", &[]),
+    ] {
+        let why = format!(
+            "host \"{host}\": the rate of its network interface is not given; give one for all \
+             hosts with --nic-mbit"
+        );
+        assert_eq!(print(&folder, kind, name, text, flags).failed(2), why);
+    }
+}
+
+#[test]
 fn decisions_of_a_reader_are_warnings() {
     let folder = Folder::new("inventory-notes");
     let text = format!("{TOPOLOGY}SwitchName=island Nodes=n4\n");

@@ -13,7 +13,10 @@ pub const MOST_BYTES: usize = 255;
 /// The error for an expression that is no list of names.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HostlistError {
-    /// The list has no names, or an item of it is empty.
+    /// The list or name is empty.
+    #[error("the name or host list is empty; give at least one name")]
+    Nothing,
+    /// An item of the list is empty.
     #[error("a name in the host list is empty; put one name between two commas")]
     Empty,
     /// The brackets of an item do not match, or are nested.
@@ -164,6 +167,9 @@ impl Range {
 
 /// Splits a list at the commas outside of brackets.
 fn items(text: &str) -> Result<Vec<&str>, HostlistError> {
+    if text.trim().is_empty() {
+        return Err(HostlistError::Nothing);
+    }
     let mut items = vec![];
     let (mut start, mut is_inside) = (0, false);
     for (at, character) in text.char_indices() {
@@ -221,7 +227,7 @@ fn check_text(item: &str, text: &str) -> Result<(), HostlistError> {
 /// If it is empty or too long, or has a character that names cannot contain.
 pub(super) fn check_name(name: &str) -> Result<(), HostlistError> {
     if name.is_empty() {
-        return Err(HostlistError::Empty);
+        return Err(HostlistError::Nothing);
     }
     if name.len() > MOST_BYTES {
         return Err(HostlistError::Long(shown(name)));
@@ -318,7 +324,8 @@ mod tests {
     #[test]
     fn malformed_lists_are_refused_with_the_reason() {
         for (text, why) in [
-            ("", "a name in the host list is empty; put one name between two commas"),
+            ("", "the name or host list is empty; give at least one name"),
+            (" ", "the name or host list is empty; give at least one name"),
             ("n1,,n2", "a name in the host list is empty; put one name between two commas"),
             ("n[1-2", "\"n[1-2\" has brackets that do not match"),
             ("n1]", "\"n1]\" has brackets that do not match"),

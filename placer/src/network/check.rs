@@ -10,6 +10,11 @@ pub enum NetworkError {
     /// A record names a host or domain that the inventory does not list.
     #[error("the network file names {0:?}, which is neither a host nor a domain of the inventory")]
     Unknown(String),
+    /// A name is empty or has control characters, which a terminal would obey.
+    #[error(
+        "the network file has the name {0:?}; names must not be empty or contain control characters"
+    )]
+    Name(String),
     /// A value is not a number or outside its range.
     #[error("{of}: {field} is {value}; it must be {range}")]
     Value {
@@ -70,7 +75,10 @@ impl Network {
 
 impl Tree {
     fn check(&self) -> Result<(), NetworkError> {
+        self.levels.iter().try_for_each(|level| check_name(level))?;
         self.hosts.iter().try_for_each(|(host, place)| {
+            check_name(host)?;
+            place.labels.iter().try_for_each(|label| check_name(label))?;
             check(host, "age_s", place.age_s, &NOT_NEGATIVE)?;
             let (labels, levels) = (place.labels.len(), self.levels.len());
             match labels == levels {
@@ -95,6 +103,7 @@ impl Tree {
 
 impl LinkRecord {
     pub(super) fn check(&self) -> Result<(), NetworkError> {
+        check_name(&self.of)?;
         [self.up, self.down].iter().flatten().try_for_each(|measured| measured.check(&self.of))?;
         check_trips(&self.of, [self.rtt_us, self.rtt_p99_us])
     }
@@ -102,6 +111,7 @@ impl LinkRecord {
 
 impl PairRecord {
     pub(super) fn check(&self) -> Result<(), NetworkError> {
+        [&self.from, &self.to].into_iter().try_for_each(|name| check_name(name))?;
         let of = self.name();
         self.path.check(&of)?;
         check_trips(&of, [self.rtt_us, self.rtt_p99_us])
@@ -119,6 +129,13 @@ impl Measurement {
         check(of, "loss", self.loss, &SHARE)?;
         check(of, "age_s", self.age_s, &NOT_NEGATIVE)?;
         check(of, "confidence", self.confidence, &SHARE)
+    }
+}
+
+fn check_name(name: &str) -> Result<(), NetworkError> {
+    match name.is_empty() || name.contains(char::is_control) {
+        true => Err(NetworkError::Name(name.into())),
+        false => Ok(()),
     }
 }
 
@@ -207,6 +224,21 @@ mod tests {
         let topology = Topology::new(&flat().placed_by(&tree)).unwrap();
         let domain = topology.domain_of(topology.host_named("h2").unwrap());
         assert_eq!(topology.name(domain), "unmeasured");
+    }
+
+    #[test]
+    fn no_name_has_control_characters() {
+        for name in ["", "\\u001b[31mred", "a\\nb"] {
+            for text in [
+                format!("[[links]]\nof = \"{name}\""),
+                format!("[[pairs]]\nfrom = 'a'\nto = \"{name}\"\npath = {{ mbit = 1 }}"),
+                format!("[tree]\nlevels = ['rack']\nhosts = {{ h = {{ labels = [\"{name}\"] }} }}"),
+                format!("[tree]\nlevels = []\nhosts = {{ \"{name}\" = {{ labels = [] }} }}"),
+            ] {
+                let why = toml::from_str::<Network>(&text).unwrap().check().unwrap_err();
+                assert!(matches!(why, NetworkError::Name(_)), "{text}: {why}");
+            }
+        }
     }
 
     #[test]

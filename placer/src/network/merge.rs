@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{LinkRecord, Measurement, Network};
+use super::{LinkRecord, Measurement, Network, is_slower};
 use crate::inventory::Tree;
 use crate::topology::{Topology, VertexId};
 
@@ -68,12 +68,45 @@ impl Network {
         let mut older = older.only_of(topology);
         self.keep_places(older.tree.as_ref(), topology, measured);
         older.drop_changed_domains(self.tree.as_ref());
+        older.drop_round_trips(topology, measured);
         let pairs = std::mem::take(&mut older.pairs).into_iter();
         self.pairs.extend(pairs.filter(|pair| {
             // A measured path without a record is as its links imply now.
             !measured.contains(&(pair.from.clone(), pair.to.clone()))
         }));
         self.over_links(older)
+    }
+
+    /// Returns the network without rates of links that are slower than what has passed these links
+    /// since.
+    ///
+    /// A link that limits nothing gets no rate. An older, slower one would therefore stay.
+    #[must_use]
+    pub fn without_slower(mut self, passed: &[Passed]) -> Self {
+        let passed = passed.iter().map(|it| ((it.of.as_str(), it.is_up), it.mbit));
+        let passed: BTreeMap<_, _> = passed.collect();
+        for link in &mut self.links {
+            for (is_up, rate) in [(true, &mut link.up), (false, &mut link.down)] {
+                let mbit = passed.get(&(link.of.as_str(), is_up)).copied();
+                *rate = rate.filter(|old| mbit.is_none_or(|mbit| !is_slower(old.mbit, mbit)));
+            }
+        }
+        self.links.retain(LinkRecord::has_values);
+        self
+    }
+
+    /// Drops the round trips of links on measured paths. If such a link adds nothing now, it has no
+    /// new record that would replace an older one.
+    fn drop_round_trips(&mut self, topology: &Topology, measured: &BTreeSet<(String, String)>) {
+        let hosts = topology.host_numbers();
+        let host = |name: &String| hosts.get(name.as_str()).copied();
+        let paths = measured.iter().filter_map(|(from, to)| host(from).zip(host(to)));
+        let links = paths.flat_map(|(from, to)| topology.links_between(from, to));
+        let names: BTreeSet<_> = links.map(|vertex| topology.name(vertex)).collect();
+        for link in self.links.iter_mut().filter(|link| names.contains(link.of.as_str())) {
+            (link.rtt_us, link.rtt_p99_us) = (None, None);
+        }
+        self.links.retain(LinkRecord::has_values);
     }
 
     /// Takes over the places of hosts in an older tree that were not measured now.
@@ -134,7 +167,22 @@ impl Network {
     }
 }
 
+/// The greatest rate that a measurement got through one direction of a link.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Passed {
+    /// The path of a domain, or the name of a host.
+    pub of: String,
+    /// Whether it is the direction from the vertex to its parent.
+    pub is_up: bool,
+    /// The rate in Mbit/s.
+    pub mbit: f64,
+}
+
 impl LinkRecord {
+    const fn has_values(&self) -> bool {
+        self.up.is_some() || self.down.is_some() || self.rtt_us.is_some()
+    }
+
     fn merge(&mut self, old: Self, half_life_s: f64) {
         let merged = |new: Option<Measurement>, old: Option<Measurement>| match (new, old) {
             (Some(new), Some(old)) => Some(new.over(old, half_life_s)),
@@ -341,6 +389,39 @@ mod tests {
         };
         assert_eq!(kept("r0"), ["r0", "r1h0"]);
         assert_eq!(kept("r1"), ["r1h0"]);
+    }
+
+    #[test]
+    fn an_uplink_that_is_no_longer_slow_loses_its_older_rate_and_round_trip() {
+        let record = |of: &str, mbit: f64| LinkRecord {
+            of: of.into(),
+            up: Some(measured(mbit, 1.0)),
+            down: Some(measured(mbit, 1.0)),
+            rtt_us: Some(2000.0),
+            rtt_p99_us: Some(3000.0),
+        };
+        let older = Network {
+            links: vec![record("r0", 50.0), record("r1", 500.0), record("r2", 50.0)],
+            ..Network::default()
+        };
+        // Nothing limits the uplinks now, so they have no new records.
+        let passed = |of: &str, mbit: f64| Passed { of: of.into(), is_up: true, mbit };
+        let older = older.without_slower(&[passed("r0", 200.0), passed("r1", 200.0)]);
+        let paths = paths(&[("r0h0", "r1h0"), ("r1h0", "r0h0")]);
+        let merged = Network::default().over(older, &racks(&[2, 2, 2]), &paths);
+        let bare = |link: LinkRecord| LinkRecord { rtt_us: None, rtt_p99_us: None, ..link };
+        assert_eq!(
+            merged.links,
+            [
+                LinkRecord { up: None, ..bare(record("r0", 50.0)) },
+                // It may still be as fast as it was.
+                bare(record("r1", 500.0)),
+                record("r2", 50.0),
+            ]
+        );
+        let gone = Network { links: vec![bare(record("r0", 50.0))], ..Network::default() };
+        let both = [true, false].map(|is_up| Passed { is_up, ..passed("r0", 200.0) });
+        assert_eq!(gone.without_slower(&both).links, []);
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod sides;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::inventory::MBIT;
 use crate::network::{LinkRecord, Links, Measurement, Network, PairRecord, goodput_share};
 use crate::problem::OVERHEAD;
 use crate::topology::{HostId, Topology, VertexId};
@@ -96,7 +97,8 @@ impl Default for Seen {
 /// `present` the rates and round trips that they imply.
 ///
 /// Ranks that share a host with their aggregator say nothing. Neither do those that transfer less
-/// than a megabyte, or for less than a tenth of a second: delays rather than rates limit them.
+/// than a megabyte, or for less than a tenth of a second: delays rather than rates limit them. A
+/// rate that no interface has shows that a counter is wrong, and nothing of the link.
 #[must_use]
 pub fn learn(
     topology: &Topology,
@@ -112,6 +114,9 @@ pub fn learn(
     let ranks: Vec<_> = ranks.iter().filter(tells).collect();
     let mut records: BTreeMap<HostId, LinkRecord> = BTreeMap::new();
     let mut record = |host: HostId, way: Way, measured: Measurement| {
+        if measured.mbit > *MBIT.end() {
+            return;
+        }
         let of = topology.host(host).name.clone();
         let record = records.entry(host).or_insert(LinkRecord {
             of,
@@ -254,6 +259,9 @@ fn paths(topology: &Topology, ranks: &[&RankCounters]) -> Vec<PairRecord> {
     let mut fastest: BTreeMap<(HostId, HostId), Measurement> = BTreeMap::new();
     for ((from, to, _), seen) in paths {
         let measured = seen.measurement(0.0, false);
+        if measured.mbit > *MBIT.end() {
+            continue;
+        }
         let known = fastest.entry((from, to)).or_insert(measured);
         *known = greater(*known, measured);
     }

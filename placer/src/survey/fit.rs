@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use super::rates::{RATE_TOLERANCE, Rates, directed_links, down, is_slower, up};
+use super::directions::{directed_links, down, up};
+use super::rates::Rates;
 use super::sample::{Contended, Sample};
-use crate::network::{LinkRecord, Measurement, Network, PairRecord};
+use crate::network::{LinkRecord, Measurement, Network, PairRecord, RATE_TOLERANCE, is_slower};
 use crate::topology::{HostId, Topology, VertexId};
 
 /// Returns the network that samples imply.
@@ -220,9 +221,10 @@ mod tests {
     use super::*;
     use crate::inventory::Inventory;
     use crate::network::Links;
+    use crate::network::Passed;
     use crate::survey::sampled_pairs;
     use crate::survey::tests::racks;
-    use crate::survey::{ContendedPair, HostRates, unconfirmed};
+    use crate::survey::{ContendedPair, HostRates, passed, unconfirmed};
 
     /// The true rates, losses and round trips of the links of a cluster.
     struct Truth {
@@ -328,6 +330,14 @@ mod tests {
         };
         assert!(close(rate(&[60.0]).unwrap().mbit, 120.0));
         assert_eq!(rate(&[99.0]), None);
+        // What passed an uplink that limits nothing refutes an older, slower rate.
+        let of_rack = |it: &Passed| it.of == "r0" && it.is_up;
+        let passed = |each: &[f64]| {
+            let contended: Vec<_> = each.iter().map(|each| contended(*each)).collect();
+            passed(&topology, &samples, &contended).into_iter().find(of_rack).unwrap().mbit
+        };
+        assert!(close(passed(&[]), 100.0) && close(passed(&[99.0]), 198.0));
+        assert!(close(passed(&[30.0]), 100.0));
         let alone = HostRates::new(&topology, &samples).path(&topology, (HostId(0), HostId(2)));
         assert!(close(alone.unwrap(), 100.0));
         // Trains that were no faster show no limit.
@@ -350,6 +360,43 @@ mod tests {
         let samples: Vec<_> = samples.iter().filter(is_shown).copied().collect();
         let network = fit(&topology, &samples, &[contended(20.0)]);
         assert!(network.links.iter().all(|link| link.of != "r0" || link.up.is_none()));
+    }
+
+    #[test]
+    fn totals_of_fewer_pairs_show_no_limit_of_an_uplink() {
+        let topology = racks(&[4, 4]);
+        let samples = Truth::new(&topology).samples(&topology);
+        let of = topology.vertex("r0").unwrap();
+        let total = |pairs: usize, each: f64| {
+            let pair = |host: usize| ContendedPair {
+                from: HostId(host),
+                to: HostId(host + 4),
+                mbit: each,
+                tested_mbit: 100.0,
+            };
+            Contended { of, is_up: true, pairs: (0..pairs).map(pair).collect() }
+        };
+        // Two hosts have failed, or can afford no more, after the first measurement.
+        let all = [total(4, 70.0), total(2, 99.0), total(2, 100.0)];
+        for contended in [all.clone(), [all[1].clone(), all[2].clone(), all[0].clone()]] {
+            let network = fit(&topology, &samples, &contended);
+            let link = network.links.iter().find(|link| link.of == "r0").unwrap();
+            assert!(close(link.up.unwrap().mbit, 280.0), "{link:?}");
+            assert_eq!(unconfirmed(&topology, &samples, &contended), [(of, true)]);
+        }
+    }
+
+    #[test]
+    fn a_host_that_nothing_passes_is_known() {
+        let topology = racks(&[2, 2]);
+        let mut samples = Truth::new(&topology).samples(&topology);
+        // Pings pass, and the longer datagrams of trains do not.
+        samples.iter_mut().filter(|it| it.to == HostId(1)).for_each(|it| it.mbit = 0.0);
+        let rates = HostRates::new(&topology, &samples);
+        let passes = [0, 1, 2].map(|host| rates.passes(&topology, HostId(host)));
+        assert_eq!(passes, [true, false, true]);
+        let unknown = HostRates::new(&topology, &[]);
+        assert!(unknown.passes(&topology, HostId(1)));
     }
 
     #[test]

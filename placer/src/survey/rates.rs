@@ -2,8 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use super::directions::{directed, directed_links, down, up};
 use super::rounds::Pair;
 use super::sample::{Contended, Sample};
+use super::totals::{Flow, Totals, agreed, limits};
+use crate::network::{Passed, is_slower};
 use crate::topology::{HostId, Topology, VertexId};
 
 /// Returns the links, and whether they were loaded upwards, of contended measurements that show a
@@ -19,32 +22,25 @@ pub fn unconfirmed(
 ) -> Vec<(VertexId, bool)> {
     let hosts = HostRates::new(topology, samples);
     let totals = hosts.totals(topology, contended).into_iter();
-    let is_open = |totals: &Totals| agreed(&totals.mbit).is_none() && totals.limit().is_some();
+    let is_open = |totals: &Totals| !totals.is_confirmed() && totals.limit().is_some();
     totals.filter(|(_, totals)| is_open(totals)).map(|(link, _)| link).collect()
 }
 
-/// The contended measurements of one direction of a link.
-#[derive(Default)]
-struct Totals {
-    /// The total rates in Mbit/s, the greatest first.
-    mbit: Vec<f64>,
-    /// The greatest total rate of the pairs if their hosts were their only limits.
-    alone: f64,
-}
-
-impl Totals {
-    fn add(&mut self, mbit: f64, alone: f64) {
-        let place = self.mbit.partition_point(|known| *known > mbit);
-        self.mbit.insert(place, mbit);
-        self.alone = self.alone.max(alone);
+/// Returns the greatest rates that samples and contended measurements got through the directions of
+/// links, of which two agree if there are several.
+#[must_use]
+pub fn passed(topology: &Topology, samples: &[Sample], contended: &[Contended]) -> Vec<Passed> {
+    let hosts = HostRates::new(topology, samples);
+    let mut rates = hosts.0.clone();
+    for ((of, is_up), totals) in hosts.totals(topology, contended) {
+        let rate = &mut rates[directed(of, is_up)];
+        *rate = [*rate, totals.mbit()].into_iter().flatten().reduce(f64::max);
     }
-
-    /// Returns the rate of the link if that limits the pairs. Without two totals that agree, the
-    /// least one counts.
-    fn limit(&self) -> Option<f64> {
-        let total = agreed(&self.mbit).or_else(|| self.mbit.last().copied())?;
-        is_slower(total, self.alone).then_some(total)
-    }
+    let passed = rates.into_iter().enumerate().filter_map(|(link, mbit)| {
+        let of = topology.name(VertexId(link / 2)).into();
+        Some(Passed { of, is_up: link.is_multiple_of(2), mbit: mbit? })
+    });
+    passed.collect()
 }
 
 /// Per direction of a link: the greatest rate in Mbit/s that samples over it agree on.
@@ -72,6 +68,12 @@ impl HostRates {
         Some(self.0[up(leaf(from))]?.min(self.0[down(leaf(to))]?))
     }
 
+    /// Returns whether something passes a host's link in both directions, as far as samples show.
+    #[must_use]
+    pub fn passes(&self, topology: &Topology, host: HostId) -> bool {
+        self.path(topology, (host, host)) != Some(0.0)
+    }
+
     /// Returns the contended measurements of each link and direction, up if true. Leaves out pairs
     /// whose hosts no sample shows: they may be slow themselves.
     fn totals(
@@ -81,16 +83,15 @@ impl HostRates {
     ) -> BTreeMap<(VertexId, bool), Totals> {
         let mut links = BTreeMap::<_, Totals>::new();
         for Contended { of, is_up, pairs } in contended {
-            let known = pairs.iter();
-            let known = known.filter_map(|pair| {
-                let alone = self.path(topology, (pair.from, pair.to))?;
-                Some((pair.mbit, alone.min(pair.tested_mbit)))
-            });
-            let known: Vec<_> = known.collect();
-            if known.len() > 1 {
-                let sum = |rate: fn(&(f64, f64)) -> f64| known.iter().map(rate).sum();
-                let totals = links.entry((*of, *is_up)).or_default();
-                totals.add(sum(|(mbit, _)| *mbit), sum(|(_, alone)| *alone));
+            let (mut flows, mut mbit) = (vec![], 0.0);
+            for pair in pairs {
+                let Some(alone) = self.path(topology, (pair.from, pair.to)) else { continue };
+                let links = directed_links(topology, pair.from, pair.to);
+                flows.push(Flow { links, mbit: alone.min(pair.tested_mbit) });
+                mbit += pair.mbit;
+            }
+            if flows.len() > 1 {
+                links.entry((*of, *is_up)).or_default().add(mbit, flows);
             }
         }
         links
@@ -119,9 +120,14 @@ impl Rates {
         let is_leaf = |link: usize| topology.subtree(VertexId(link / 2)).len() == 1;
         let shown = |link: usize| greatest[link].filter(|_| is_leaf(link) || is_limit[link]);
         let mut rates: Vec<_> = (0..greatest.len()).map(shown).collect();
-        for ((of, is_up), totals) in hosts.totals(topology, contended) {
-            let link = if is_up { up(of.0) } else { down(of.0) };
-            rates[link] = match (rates[link], totals.limit()) {
+        let totals = hosts.totals(topology, contended).into_iter();
+        let totals: BTreeMap<_, _> =
+            totals.map(|((of, is_up), it)| (directed(of, is_up), it)).collect();
+        let single = (0..rates.len()).filter(|link| !is_leaf(*link) && !totals.contains_key(link));
+        let single: BTreeMap<_, _> = single.filter_map(|link| Some((link, rates[link]?))).collect();
+        let limits = limits(topology, &totals, single);
+        for link in totals.into_keys() {
+            rates[link] = match (rates[link], limits.get(&link).copied()) {
                 (_, None) => None,
                 // Single paths have shown the rate already, and more exactly.
                 (Some(known), Some(total)) if !is_slower(known, total) => Some(known),
@@ -142,35 +148,3 @@ fn confirmed(mut rates: Vec<f64>) -> Option<f64> {
     rates.sort_by(|one, other| other.total_cmp(one));
     agreed(&rates).or_else(|| rates.first().copied())
 }
-
-/// Returns the greatest rate that the next one confirms. The greatest rate is the first.
-fn agreed(rates: &[f64]) -> Option<f64> {
-    let mut pairs = rates.windows(2);
-    pairs.find(|pair| !is_slower(pair[1], pair[0])).map(|pair| pair[0])
-}
-
-pub(super) fn is_slower(mbit: f64, limit: f64) -> bool {
-    mbit < limit * (1.0 - RATE_TOLERANCE)
-}
-
-/// Returns the numbers of the directions of links that the path from one host to another uses.
-pub(super) fn directed_links(topology: &Topology, from: HostId, to: HostId) -> Vec<usize> {
-    let sender = topology.leaf(from);
-    let links = topology.links_between(from, to);
-    let number = |vertex: VertexId| match topology.subtree(vertex).contains(&sender.0) {
-        true => up(vertex.0),
-        false => down(vertex.0),
-    };
-    links.map(number).collect()
-}
-
-pub(super) const fn up(vertex: usize) -> usize {
-    2 * vertex
-}
-
-pub(super) const fn down(vertex: usize) -> usize {
-    2 * vertex + 1
-}
-
-/// A rate that is lower by a smaller share than its links imply makes no record of a pair.
-pub(super) const RATE_TOLERANCE: f64 = 0.1;

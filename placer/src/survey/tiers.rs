@@ -92,21 +92,27 @@ pub fn tiers(hosts: usize, samples: &[Sample]) -> Vec<Vec<usize>> {
 /// `None` if the labels are right, or if no labels are needed.
 ///
 /// Without labels, the levels are called `tier1`, `tier2` and so on, widest first, and the domains
-/// of each are numbered in the order of their first hosts. Hosts without samples are in a domain
-/// [`UNMEASURED`] of each level.
+/// of each are numbered in the order of their first hosts, without the numbers that are names of
+/// hosts. Hosts without samples are in a domain [`UNMEASURED`] of each level.
 #[must_use]
 pub fn found_tree(topology: &Topology, samples: &[Sample]) -> Option<Tree> {
     let name = |host: HostId| topology.host(host).name.clone();
     if topology.levels().is_empty() {
         let tiers = tiers(topology.hosts().len(), samples);
         let levels = (1..=tiers.len()).map(|tier| format!("tier{tier}")).collect();
+        // A domain must not have the name of a host.
+        let taken: BTreeSet<_> =
+            topology.hosts().iter().flat_map(|host| host.name.split('/')).collect();
+        let numbers = (1..).map(|number: usize| number.to_string());
+        let numbers = numbers.filter(|number| !taken.contains(number.as_str()));
+        let numbers: Vec<_> = numbers.take(topology.hosts().len()).collect();
         let measured: BTreeSet<_> =
             samples.iter().flat_map(|sample| [sample.from, sample.to]).collect();
         let labels = |host: HostId| {
             if !measured.contains(&host) {
                 return vec![UNMEASURED.to_owned(); tiers.len()];
             }
-            tiers.iter().map(|groups| (groups[host.0] + 1).to_string()).collect::<Vec<_>>()
+            tiers.iter().map(|groups| numbers[groups[host.0]].clone()).collect::<Vec<_>>()
         };
         let place = |host: HostId| Place { labels: labels(host), age_s: 0.0 };
         let hosts = topology.host_ids().map(|host| (name(host), place(host)));
@@ -258,6 +264,19 @@ mod tests {
         let of = |name: &str| placed.domain_of(placed.host_named(name).unwrap());
         assert_eq!((placed.name(of("r0h0")), placed.name(of("r0h1"))), ("1", "2"));
         assert_eq!(of("r0h1"), of("r1h3"));
+    }
+
+    #[test]
+    fn no_domain_that_is_found_has_the_name_of_a_host() {
+        let mut hosts = racks(&[4, 4]).hosts().to_vec();
+        hosts[0].name = "2".into();
+        let flat = Inventory { levels: vec![], hosts };
+        let topology = Topology::new(&flat).unwrap();
+        let samples = samples(8, |host| usize::from(host >= 4));
+        let tree = found_tree(&topology, &samples).unwrap();
+        let placed = Topology::new(&flat.placed_by(&tree)).unwrap();
+        let domains = placed.domains(1).map(|domain| placed.name(domain));
+        assert_eq!(domains.collect::<Vec<_>>(), ["1", "3"]);
     }
 
     #[test]

@@ -298,12 +298,30 @@ fn too_few_bytes_and_ranks_beside_their_aggregator_say_nothing() {
     }
 }
 
+#[test]
+fn counters_that_no_interface_allows_say_nothing() {
+    let truth = Truth::new(&[3]);
+    let mut counters = truth.counters(0);
+    for rank in &mut counters {
+        (rank.contributed.bytes, rank.results.bytes) = (u64::MAX, u64::MAX);
+        rank.waited_s = rank.busy_s;
+    }
+    let (older, links) = (Network::default(), Links::nominal(&truth.topology));
+    let learned = learn(&truth.topology, &older, &links, &counters);
+    assert_eq!((learned.links, learned.pairs), (vec![], vec![]));
+}
+
+/// Times of which some are so short that the rates are greater than any interface's.
+fn seconds() -> impl Strategy<Value = f64> {
+    prop_oneof![0.0..1.0, 0.0..1e9]
+}
+
 proptest! {
     /// Whatever jobs count, a merged file is valid and no rate falls below what the job got.
     #[test]
     fn any_counters_give_a_file_that_can_be_planned_with(
         ranks in proptest::collection::vec(
-            (0..5usize, 0..5usize, 0..u64::MAX / 4, 0..u64::MAX / 4, 0.0..1e9, 0.0..1e9), 0..12),
+            (0..5usize, 0..5usize, 0..u64::MAX / 4, 0..u64::MAX / 4, seconds(), seconds()), 0..12),
         old in 0.0..1e3,
     ) {
         let truth = Truth::new(&[3, 2]);
@@ -334,7 +352,9 @@ proptest! {
         let merged = learned.clone().learned_over(older.clone());
         prop_assert!(Links::new(&truth.topology, &merged).is_ok());
         for new in &learned.links {
-            let (old, merged) = (link(&older, &new.of), link(&merged, &new.of));
+            // A round trip through a rack may have been shorter, and the file has no record of it.
+            let Some(old) = older.links.iter().find(|old| old.of == new.of) else { continue };
+            let merged = link(&merged, &new.of);
             for (new, merged) in [(new.up, merged.up), (new.down, merged.down)] {
                 if let Some((new, merged)) = new.zip(merged) {
                     prop_assert!(merged.mbit >= new.mbit * (1.0 - 1e-9));
