@@ -4,6 +4,8 @@
 //! rates and queues, and injects faults according to the rules in [`fault`]. The checkers in
 //! [`check`] verify the run. [`swarm`] draws a plan from each seed.
 //!
+//! [`workload`] holds the work of training jobs: layer profiles, arrivals, traces and placements.
+//!
 //! [`node`] wraps the two state machines of `racksum-proto` with tensors and slots, as the real
 //! drivers do, but with the scalar reference arithmetic. The simulator has no protocol
 //! implementation of its own, reads no clock, and takes all randomness from a seed.
@@ -21,6 +23,7 @@ pub mod plan;
 pub mod random;
 pub mod run;
 pub mod swarm;
+pub mod workload;
 
 #[cfg(test)]
 mod pair;

@@ -42,7 +42,7 @@ const ARROWS: [(&str, MayImport); 19] = [
     ),
     ("racksum", MayImport::Only(&["racksum-proto", "racksum-worker", "racksum-aggregator"])),
     ("racksum-python", MayImport::Only(&["racksum-proto", "racksum-worker"])),
-    ("racksum-sim", MayImport::Only(&["racksum-proto"])),
+    ("racksum-sim", MayImport::Only(&["racksum-proto", "racksum-test-report"])),
     ("racksum-placer", MayImport::Only(&[])),
     ("racksum-probe", MayImport::Only(&["racksum-proto", "racksum-net", "racksum-placer"])),
     ("racksum-operator", MayImport::Only(&["racksum-placer", "racksum-test-report"])),
