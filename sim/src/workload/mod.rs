@@ -1,11 +1,13 @@
 //! The work of training jobs.
 //!
 //! A job computes and sends as its [`profile`] says.
+//! Jobs come from an [`arrivals`] file.
 //!
 //! Everything here is pure: parsers take text or bytes, and errors name the line or the node. The
 //! caller reads the files and adds their names. Durations are in picoseconds, and all randomness
 //! comes from a seed.
 
+pub mod arrivals;
 pub mod duration;
 pub mod profile;
 
