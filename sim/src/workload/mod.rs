@@ -3,6 +3,7 @@
 //! A job computes and sends as its [`profile`] says.
 //! Jobs come from an [`arrivals`] file.
 //! Jobs run on the workers that [`placement`] chooses.
+//! A job may instead replay an execution [`graph`].
 //!
 //! Everything here is pure: parsers take text or bytes, and errors name the line or the node. The
 //! caller reads the files and adds their names. Durations are in picoseconds, and all randomness
@@ -10,6 +11,7 @@
 
 pub mod arrivals;
 pub mod duration;
+pub mod graph;
 pub mod placement;
 pub mod profile;
 
