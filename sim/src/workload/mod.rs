@@ -1,10 +1,8 @@
-//! The work of training jobs.
+//! The work of training jobs: layer profiles, arrivals, execution graphs and placements.
 //!
-//! A job computes and sends as its [`profile`] says.
-//! Jobs come from an [`arrivals`] file.
-//! Jobs run on the workers that [`placement`] chooses.
-//! A job may instead replay an execution [`graph`].
-//! Graphs come from the traces that [`chakra`] reads.
+//! A job comes from an [`arrivals`] file, computes and sends as its [`profile`] says, and runs on
+//! the workers that [`placement`] chooses. A job may instead replay an execution [`graph`], which
+//! [`chakra`] and [`goal`] read from traces.
 //!
 //! Everything here is pure: parsers take text or bytes, and errors name the line or the node. The
 //! caller reads the files and adds their names. Durations are in picoseconds, and all randomness
@@ -13,6 +11,7 @@
 pub mod arrivals;
 pub mod chakra;
 pub mod duration;
+pub mod goal;
 pub mod graph;
 pub mod placement;
 pub mod profile;
