@@ -122,6 +122,7 @@ impl Pool {
         random: &mut Random,
         key: impl Fn(&Gpu) -> u32,
     ) -> Option<Vec<Gpu>> {
+        assert!(gpus > 1, "one GPU never has two keys");
         let several = |gpus: &[Gpu]| gpus.iter().any(|gpu| key(gpu) != key(&gpus[0]));
         let workers: Vec<_> = self.workers.iter().map(|(gpu, _)| *gpu).collect();
         if !several(&workers) {

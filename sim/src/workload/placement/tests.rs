@@ -85,6 +85,15 @@ fn a_single_rack_has_a_spare_gpu() {
 }
 
 #[test]
+fn a_rack_with_one_free_worker_is_no_single_rack() {
+    let racks = racks(&[&[9, 0], &[2, 2]]);
+    for seed in 0..50 {
+        let placement = place(Spread::SingleRack, false, 2, &racks, seed).unwrap();
+        assert!(placement.iter().all(|share| share.worker.0 >= 2), "seed {seed}: {placement:?}");
+    }
+}
+
+#[test]
 fn a_job_with_one_gpu_goes_anywhere() {
     let racks = racks(&[&[1], &[3]]);
     let draws = (0..4000).filter(|seed| {
