@@ -106,7 +106,7 @@ fn the_bytes_of_a_trace_have_the_schemas_field_numbers() {
             b"\x18\x07",
             // A packed control dependency, an unpacked data dependency, a start time, inputs.
             b"\x22\x01\x01",
-            b"\x28\x01",
+            b"\x28\x04",
             b"\x30\x09",
             b"\x42\x03\x0a\x01x",
             // Attributes: bool 0, int64 7, uint64 1048576, a string and int32 3.
@@ -116,6 +116,7 @@ fn the_bytes_of_a_trace_have_the_schemas_field_numbers() {
             b"\x52\x0e\x0a\x07pg_name\xea\x01\x02dp",
             b"\x52\x11\x0a\x0dcomm_priority\x38\x03",
         ]),
+        framed(&[b"\x08\x04", b"\x18\x04"]),
     ];
     let execution = read(&[&bytes.concat()], &rules()).unwrap();
     let nodes = execution.graphs()[0].nodes();
@@ -124,7 +125,8 @@ fn the_bytes_of_a_trace_have_the_schemas_field_numbers() {
     let kind = CollectiveKind::ReduceScatter;
     let expected = Collective { kind, bytes: 1 << 20, group: GroupId(1), priority: 3 };
     assert_eq!(nodes[1].work, Work::Collective(expected));
-    assert_eq!(nodes[1].after, [Dependency { node: NodeId(1), event: Event::Ended }]);
+    let after = [1, 4].map(|id| Dependency { node: NodeId(id), event: Event::Ended });
+    assert_eq!(nodes[1].after, after);
     assert_eq!((nodes[0].unit, nodes[1].unit), (Unit(0), Unit(1)));
 }
 
@@ -191,6 +193,15 @@ fn a_priority_and_a_numeric_group_are_read() {
     let rules = Rules { groups: [("7".to_owned(), vec![Rank(0)])].into(), ..Rules::default() };
     let Ok(Work::Collective(collective)) = work(node, &rules) else { panic!() };
     assert_eq!((collective.priority, collective.group), (2, GroupId(1)));
+}
+
+#[test]
+fn the_last_attribute_of_a_name_counts() {
+    let mut node = all_reduce();
+    let last = Attribute { name: "comm_size".to_owned(), value: Some(Value::Int64(8)) };
+    node.attributes.push(last);
+    let Ok(Work::Collective(collective)) = work(node, &rules()) else { panic!() };
+    assert_eq!(collective.bytes, 8);
 }
 
 #[test]
