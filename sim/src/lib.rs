@@ -9,10 +9,13 @@
 //! [`node`] wraps the two state machines of `racksum-proto` with tensors and slots, as the real
 //! drivers do, but with the scalar reference arithmetic. The simulator has no protocol
 //! implementation of its own, reads no clock, and takes all randomness from a seed.
+//!
+//! [`coflow`] stands apart: it orders jobs that share links, and simulates fluids, not packets.
 
 pub mod check;
 pub mod child;
 pub mod cluster;
+pub mod coflow;
 pub mod engine;
 pub mod fault;
 pub mod host;
