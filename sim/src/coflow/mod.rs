@@ -7,6 +7,7 @@
 
 pub mod bssi;
 pub mod order;
+pub mod trace;
 pub mod workload;
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 mod bssi;
 mod order;
+mod trace;
 
 use crate::random::Random;
 
