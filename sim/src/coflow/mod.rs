@@ -6,7 +6,9 @@
 //! (Agarwal et al., "Sincronia: Near-Optimal Network Design for Coflows", SIGCOMM 2018).
 
 pub mod bssi;
+pub mod fluid;
 pub mod order;
+pub mod rates;
 pub mod trace;
 pub mod workload;
 
