@@ -1,5 +1,6 @@
 mod bssi;
 mod fluid;
+mod online;
 mod optimum;
 mod order;
 mod rates;
