@@ -1,5 +1,6 @@
 mod bssi;
 mod fluid;
+mod golden;
 mod online;
 mod optimum;
 mod order;
