@@ -28,6 +28,10 @@
 //! assert_eq!(order, [("a", 500), ("b", 500), ("a", 500), ("b", 500)]);
 //! ```
 
+use alloc::vec::Vec;
+
+use crate::time::Span;
+
 pub mod cost;
 mod deficit_round_robin;
 
@@ -43,6 +47,11 @@ pub trait Schedule<J> {
 
     /// Removes a job. If one of its turns is handed back later, that turn is ignored.
     fn remove(&mut self, job: J);
+
+    /// Notes what a job asks for. A schedule that weighs demands uses the latest one.
+    fn demand(&mut self, job: J, demand: Demand) {
+        _ = (job, demand);
+    }
 
     /// Notes that a job has work. A job that is already waiting for its turn keeps its place.
     fn enqueue(&mut self, job: J);
@@ -65,6 +74,30 @@ pub trait Schedule<J> {
     /// Returns the job's debt: the bytes that it was charged and that its turns have not paid off
     /// yet.
     fn debt(&self, job: J) -> usize;
+
+    /// Returns the priority with which the job's data goes now: smaller numbers first. It may change
+    /// whenever another method was called.
+    fn priority(&self, job: J) -> u32 {
+        _ = job;
+        0
+    }
+}
+
+/// What a job asks for: its next op, and what a schedule may weigh.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Demand {
+    /// The bytes of the op that are not done.
+    pub left: u64,
+    /// All bytes of the op.
+    pub bytes: u64,
+    /// The op's place in the next forward pass, from zero.
+    pub layer: u32,
+    /// The number of ops in a forward pass.
+    pub layers: u32,
+    /// The time that the job's ranks have waited for ops so far, summed over the ranks.
+    pub waited: Span,
+    /// The ports that the op uses, in ascending order.
+    pub ports: Vec<u32>,
 }
 
 /// The turn of a job: the bytes that the job may spend before the next job has its turn.
