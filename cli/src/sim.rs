@@ -1,4 +1,6 @@
-//! `racksum sim`: runs the protocol in the simulator.
+//! `racksum sim`: runs the protocol and training jobs in the simulator.
+
+mod scenarios;
 
 use std::io::IsTerminal;
 use std::ops::Range;
@@ -12,7 +14,7 @@ use crate::exit::{Failure, print_line};
 use crate::stderr;
 use crate::thread::not_started;
 
-/// Runs the protocol's own code, packet by packet, on faulty simulated links.
+/// Runs the protocol's own code, or training jobs that share a cluster, packet by packet.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = args::EXIT_CODES)]
 pub(crate) struct Args {
@@ -38,6 +40,9 @@ enum Command {
         #[arg(long, value_enum, ignore_case = true, default_value_t = Format::Text)]
         format: Format,
     },
+    /// Run training jobs that share a cluster, as scenario files describe them, once per seed, and
+    /// print how much longer each job takes than alone. docs/simulation.md explains the files.
+    Run(scenarios::Args),
 }
 
 /// Parses a range of seeds, `A..B`.
@@ -52,7 +57,10 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let Command::Swarm { seeds, threads, coverage, format } = &args.command;
+    let (seeds, threads, coverage, format) = match &args.command {
+        Command::Swarm { seeds, threads, coverage, format } => (seeds, threads, coverage, format),
+        Command::Run(args) => return scenarios::run(args),
+    };
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let progress = *format == Format::Text && std::io::stderr().is_terminal();
     let total = seeds.end - seeds.start;

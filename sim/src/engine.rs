@@ -74,12 +74,14 @@ impl Add for Picos {
 pub struct Engine<E> {
     now: Picos,
     scheduled: u64,
+    /// Events that were scheduled for the past.
+    late: u64,
     queue: BinaryHeap<Reverse<Entry<E>>>,
 }
 
 impl<E> Default for Engine<E> {
     fn default() -> Self {
-        Self { now: Picos::ZERO, scheduled: 0, queue: BinaryHeap::new() }
+        Self { now: Picos::ZERO, scheduled: 0, late: 0, queue: BinaryHeap::new() }
     }
 }
 
@@ -96,8 +98,15 @@ impl<E> Engine<E> {
         self.scheduled
     }
 
+    /// Returns how many events were scheduled for the past.
+    #[must_use]
+    pub const fn late(&self) -> u64 {
+        self.late
+    }
+
     /// Schedules `event` for `at`, or for now if `at` is in the past.
     pub fn schedule(&mut self, at: Picos, event: E) {
+        self.late += u64::from(at < self.now);
         let at = at.max(self.now);
         self.queue.push(Reverse(Entry { at, seq: self.scheduled, event }));
         self.scheduled += 1;
@@ -161,6 +170,6 @@ mod tests {
         engine.next_event();
         engine.schedule(Picos(3), 'b');
         assert_eq!(engine.next_event(), Some('b'));
-        assert_eq!(engine.now(), Picos(9));
+        assert_eq!((engine.now(), engine.late()), (Picos(9), 1));
     }
 }

@@ -17,6 +17,7 @@ pub mod child;
 pub mod cluster;
 pub mod coflow;
 pub mod engine;
+pub mod fabric;
 pub mod fault;
 pub mod host;
 pub mod inputs;
@@ -24,8 +25,14 @@ pub mod link;
 pub mod node;
 pub mod plan;
 pub mod random;
+pub mod results;
 pub mod run;
+pub mod scenario;
+pub mod schedules;
 pub mod swarm;
+mod text;
+pub mod training;
+pub mod transport;
 pub mod workload;
 
 #[cfg(test)]

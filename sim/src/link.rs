@@ -20,10 +20,24 @@ pub struct LinkConfig {
 }
 
 impl LinkConfig {
+    /// A link that takes no time, and neither drops nor marks.
+    pub const IDEAL: Self = Self::lossless(u64::MAX, Picos::ZERO);
+
     /// Creates a link that neither drops nor marks.
     #[must_use]
     pub const fn lossless(rate_bps: u64, delay: Picos) -> Self {
         Self { rate_bps, delay, queue_bytes: u64::MAX, mark_bytes: u64::MAX }
+    }
+
+    /// Returns the time that `bytes` take to be sent, rounded down to picoseconds.
+    #[must_use]
+    pub fn takes(&self, bytes: u64) -> Picos {
+        // Packets are small enough for the division of 64 bits, which is much faster.
+        let picos = bytes.checked_mul(8 * PICOS_PER_SECOND).map(|picos| picos / self.rate_bps);
+        Picos(picos.unwrap_or_else(|| {
+            let picos = u128::from(bytes) * PICOS_PER_SECOND_BITS / u128::from(self.rate_bps);
+            u64::try_from(picos).unwrap_or(u64::MAX)
+        }))
     }
 }
 
@@ -73,9 +87,7 @@ impl Link {
     /// Returns the time at which the queue falls to `len_bytes`, if nothing is added.
     #[must_use]
     pub fn falls_to(&self, len_bytes: u64) -> Picos {
-        let takes =
-            u128::from(len_bytes) * PICOS_PER_SECOND_BITS / u128::from(self.config.rate_bps);
-        self.free_at.since(Picos(u64::try_from(takes).unwrap_or(u64::MAX)))
+        self.free_at.since(self.config.takes(len_bytes))
     }
 
     /// Sends a datagram of `len_bytes`, which enters the queue at `now`.
@@ -84,7 +96,7 @@ impl Link {
         if queued.saturating_add(len_bytes) > self.config.queue_bytes {
             return Passage::Dropped;
         }
-        let takes = Picos(len_bytes * 8 * 1_000_000_000_000 / self.config.rate_bps);
+        let takes = self.config.takes(len_bytes);
         self.busy = self.busy + takes;
         self.free_at = self.free_at.max(now) + takes;
         let marked = queued > self.config.mark_bytes;
@@ -92,8 +104,9 @@ impl Link {
     }
 }
 
+const PICOS_PER_SECOND: u64 = 1_000_000_000_000;
 /// Picoseconds per second times bits per byte.
-const PICOS_PER_SECOND_BITS: u128 = 8 * 1_000_000_000_000;
+const PICOS_PER_SECOND_BITS: u128 = 8 * PICOS_PER_SECOND as u128;
 
 #[cfg(test)]
 mod tests {
@@ -116,6 +129,16 @@ mod tests {
         assert_eq!(link.send(Picos::ZERO, 1250), micros(30, false));
         assert_eq!(link.send(Picos::from_micros(50), 1250), micros(70, false));
         assert_eq!(link.busy(), Picos::from_micros(30));
+    }
+
+    #[test]
+    fn sending_is_exact_to_the_picosecond() {
+        let takes = |rate_bps, bytes| LinkConfig::lossless(rate_bps, Picos::ZERO).takes(bytes);
+        assert_eq!(takes(100_000_000_000, 9000), Picos(720_000));
+        assert_eq!(takes(400_000_000_000, 1), Picos(20));
+        assert_eq!(takes(10_000_000_000, 1 << 32), Picos((1 << 32) * 800));
+        assert_eq!(takes(3, 1), Picos(2_666_666_666_666));
+        assert_eq!(takes(u64::MAX, 9000), Picos::ZERO);
     }
 
     #[test]

@@ -59,6 +59,8 @@ mod refusals;
 #[cfg(test)]
 mod sidecar;
 #[cfg(test)]
+mod simulation;
+#[cfg(test)]
 mod slurm;
 #[cfg(test)]
 mod status;

@@ -17,4 +17,4 @@ pub mod placement;
 pub mod profile;
 
 #[cfg(test)]
-mod shared_data;
+pub(crate) mod shared_data;

@@ -8,6 +8,7 @@ use toml::Spanned;
 
 use super::{Profile, ProfileErrorKind, Tensor, Times};
 use crate::engine::Picos;
+use crate::text::line_of;
 use crate::workload::duration::{self, MICROSECOND};
 
 /// An error in a profile file.
@@ -24,7 +25,7 @@ impl FromStr for Profile {
     type Err = ProfileError;
 
     fn from_str(text: &str) -> Result<Self, ProfileError> {
-        let at = |span: Range<usize>, kind| ProfileError { line: line(text, span.start), kind };
+        let at = |span: Range<usize>, kind| ProfileError { line: line_of(text, span.start), kind };
         let file: ReadFile = toml::from_str(text).map_err(|error| {
             let kind = ProfileErrorKind::Syntax(error.message().to_owned());
             at(error.span().unwrap_or(0..0), kind)
@@ -127,9 +128,4 @@ struct WrittenTensor<'a> {
 /// Returns the size of a 32-bit float, which most gradients are.
 const fn four() -> u32 {
     4
-}
-
-/// Returns the number of the line that holds the byte at `offset`.
-fn line(text: &str, offset: usize) -> usize {
-    text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
 }

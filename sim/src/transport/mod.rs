@@ -1,0 +1,3 @@
+//! The data planes that move collectives over a fabric.
+
+pub mod reference;
