@@ -8,6 +8,9 @@ mod port;
 mod queue;
 mod topology;
 
+#[cfg(test)]
+mod tests;
+
 pub use self::port::{Framed, Handed, Port, PortCounts};
 pub use self::queue::StrictPriority;
 pub use self::topology::{
