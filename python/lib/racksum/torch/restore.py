@@ -34,7 +34,7 @@ def as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterat
     try:
         device = device_of(net)
         with (
-            torch.random.fork_rng([device] if device.type != "cpu" else None),
+            torch.random.fork_rng(None if device.type in ("cpu", "meta") else [device]),
             _on_a_copy(optimizer),
         ):
             yield
