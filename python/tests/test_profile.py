@@ -171,6 +171,31 @@ def test_a_tied_layer_counts_for_the_bucket_that_the_pass_has_reached(clock):
     assert seconds(made) == [(1, 2), (4 + 16, 8 + 32)]
 
 
+def test_a_layer_that_is_called_again_counts_from_its_first_call(clock):
+    layer = Takes(clock, 4, 8)
+    made = racksum.torch.profile(
+        nn.Sequential(Takes(clock, 1, 2), layer, layer), torch.ones(4), bucket_mb=EACH
+    )
+    assert seconds(made) == [(1, 2), (4 + 4, 8 + 8)]
+
+
+def test_a_bucket_that_is_complete_early_waits_for_those_before_it(clock):
+    class Changing(nn.Sequential):
+        """A model that calls two layers in another order after its first pass."""
+
+        orders = iter([(0, 1, 2, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for place in next(self.orders, (0, 2, 1, 3)):
+                x = self[place](x)
+            return x
+
+    model = Changing(*[Takes(clock, 10**i, 2 * 10**i) for i in range(4)])
+    made = racksum.torch.profile(model, torch.ones(4), bucket_mb=EACH)
+    # DDP starts the all-reduces in the order of the first pass.
+    assert seconds(made) == [(1, 2), (0, 0), (110, 220), (1000, 2000)]
+
+
 def test_parameters_of_modules_that_call_layers_or_are_never_called_count(clock):
     class Lender(Takes):
         """A layer that uses the parameters of a module without calling it."""
@@ -215,6 +240,23 @@ def test_activations_that_backward_recomputes_count_for_backward(clock):
     with set_checkpoint_early_stop(False):
         made = racksum.torch.profile(Recomputed(), torch.ones(4), bucket_mb=EACH)
     assert seconds(made) == [(1, 1 + 2), (4, 4 + 8)]
+
+
+def test_a_gradient_that_arrives_in_parts_is_complete_with_the_last(clock):
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Takes(clock, 1, 2), Takes(clock, 4, 8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.requires_grad_()
+            for place in (0, 1, 0):
+                x = checkpoint(self.layers[place], x, use_reentrant=True)
+            return x
+
+    made = racksum.torch.profile(Again(), torch.ones(4), bucket_mb=EACH)
+    assert [tensor.name for tensor in made.tensors] == ["layers.0.weight", "layers.1.weight"]
+    assert seconds(made) == [(1, 1 + 2), (4 + 1, 1 + 2 + 4 + 8)]
 
 
 def test_layers_that_sleep_take_that_time():
@@ -350,6 +392,19 @@ def test_parameters_that_ddp_ignores_are_not_reduced():
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     made = racksum.torch.profile(model, torch.ones(1, 4), repeats=1)
     assert made.tensors[0].elements == 4 + 8 + 2
+
+
+def test_parameters_without_elements_are_no_buckets():
+    class Empty(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self.empty = nn.Parameter(torch.ones(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.empty.sum()
+
+    made = racksum.torch.profile(Empty(), torch.ones(1, 4), bucket_mb=EACH, repeats=1)
+    assert sorted(tensor.name for tensor in made.tensors) == ["bias", "weight"]
 
 
 def test_a_profile_changes_nothing_and_needs_no_group():

@@ -114,3 +114,13 @@ def test_an_expanded_tensor_has_the_memory_of_its_source():
         return made.tensors[0].forward_us
 
     assert forward_of(Expands(2, 2)) - forward_of(nn.Linear(2, 2)) == pytest.approx(4.004)
+
+
+def test_an_operation_takes_the_longer_of_its_two_times():
+    model = nn.Linear(8, 16, bias=False)
+    x = torch.ones(32, 8)
+    flops, moved = 2 * 32 * 8 * 16, 4 * (32 * 8 + 8 * 16 + 32 * 16)
+    for faster in (0.5, 2):
+        rates = Estimate(device="A100", flops_per_s=flops * 1e3, bytes_per_s=moved * 1e3 * faster)
+        made = racksum.torch.profile(model, x, loss=lambda y: y[0, 0], estimate=rates)
+        assert made.tensors[0].forward_us == pytest.approx(1e3 * max(1, 1 / faster))

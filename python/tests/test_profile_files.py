@@ -6,6 +6,7 @@ import resource
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import tomllib
 import torch
@@ -57,6 +58,12 @@ def test_the_file_has_the_documented_keys_and_reads_back(tmp_path):
         for name in (AWKWARD, "front")
     ]
     assert [type(value) for value in read["tensors"][0].values()] == [str, int, int, *[float] * 3]
+
+
+def test_numbers_of_numpy_are_written_as_numbers():
+    made = of(tensor(elements=np.int64(7), forward_us=np.float64(2.5), update_us=1))
+    [read] = tomllib.loads(made.to_toml())["tensors"]
+    assert (read["elements"], read["forward_us"], read["update_us"]) == (7, 2.5, 1)
 
 
 def test_names_of_parameters_are_escaped(tmp_path):
@@ -196,7 +203,9 @@ def test_optimizers_that_cannot_be_timed_are_refused():
 def test_a_gradient_that_a_hook_removes_is_missed():
     model = nn.Linear(4, 2)
     model.bias.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
-    with pytest.raises(racksum.BadArgument, match="the gradient of parameter 'bias' is gone"):
+    with pytest.raises(
+        racksum.BadArgument, match="parameter 'bias' has no gradient after the last pass"
+    ):
         racksum.torch.profile(model, X)
 
 

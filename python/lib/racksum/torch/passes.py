@@ -82,7 +82,7 @@ class Passes:
         """
         called = _Called(self._net)
         with called.watched():
-            arrived = self._run(called.stop).arrived
+            arrived = self._run().arrived
         missing = [name for parameter, name in self._names.items() if parameter not in arrived]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -119,8 +119,8 @@ class Passes:
         for parameter, gradient in gradients.items():
             if gradient is None:
                 raise BadArgument(
-                    f"the gradient of parameter {self._names[parameter]!r} is gone after backward; "
-                    "remove the hook that clears it"
+                    f"parameter {self._names[parameter]!r} has no gradient after the last pass; "
+                    "remove the hook that clears it, or make each pass use the parameter"
                 )
             parameter.grad = None
         seconds: list[list[float]] = [[] for _ in buckets]
@@ -139,12 +139,8 @@ class Passes:
                     parameter.grad = None
         return [statistics.median(of_bucket[1:]) for of_bucket in seconds]
 
-    def _run(self, at_loss: Callable[[], None] = lambda: None) -> _Run:
-        """Runs a forward and a backward pass.
-
-        :param at_loss: Called after the forward pass. Backward may call layers again, if their
-            activations are recomputed.
-        """
+    def _run(self) -> _Run:
+        """Runs a forward and a backward pass."""
         for parameter in self._net.parameters():
             parameter.grad = None
         inputs = self._copied_inputs()
@@ -154,7 +150,8 @@ class Passes:
             arrived: dict[Tensor, Any] = {}
 
             def begins(layer: nn.Module, _: Any) -> None:
-                if not ends and layer not in begun:
+                # Backward calls layers again to recompute their activations.
+                if layer not in begun:
                     begun[layer] = watch.mark()
 
             def arrives(parameter: Tensor) -> None:
@@ -167,16 +164,14 @@ class Passes:
             for reduced in self._names:
                 hook = reduced.register_post_accumulate_grad_hook(arrives)  # type: ignore[no-untyped-call]
                 hooks.callback(hook.remove)
-            ends: list[Any] = []
             watch.settle()
             start = watch.mark()
             loss = self._loss_of(self._output(inputs))
-            ends.append(watch.mark())
-            at_loss()
+            middle = watch.mark()
             loss.backward()  # type: ignore[no-untyped-call]
-            ends.append(watch.mark())
+            end = watch.mark()
             watch.settle()
-        return _Run(start, begun, ends[0], arrived, ends[1])
+        return _Run(start, begun, middle, arrived, end)
 
     def _copied_inputs(self) -> Any:
         """Returns copies of the inputs without their graph. The model may write to them."""
@@ -264,17 +259,16 @@ class _Run(NamedTuple):
 
 
 class _Called:
-    """The modules that a forward pass calls, and the calls inside each of them."""
+    """The modules that a pass calls, and the calls inside each of them."""
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
         self._inside: dict[nn.Module, set[nn.Module]] = {}
         self._running: list[nn.Module] = []
-        self._stopped = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Records the calls of modules until :meth:`stop`."""
+        """Records the calls of modules in the block."""
         with ExitStack() as hooks:
             for module in self._net.modules():
                 before = module.register_forward_pre_hook(self._begin, prepend=True)
@@ -283,20 +277,14 @@ class _Called:
                 hooks.callback(after.remove)
             yield
 
-    def stop(self) -> None:
-        """Ends the recording."""
-        self._stopped = True
-
     def _begin(self, module: nn.Module, _: Any) -> None:
-        if not self._stopped:
-            self._inside.setdefault(module, set())
-            for outer in self._running:
-                self._inside[outer].add(module)
-            self._running.append(module)
+        self._inside.setdefault(module, set())
+        for outer in self._running:
+            self._inside[outer].add(module)
+        self._running.append(module)
 
     def _end(self, *_: Any) -> None:
-        if not self._stopped:
-            self._running.pop()
+        self._running.pop()
 
     def layers(self, parameters: Iterable[Tensor]) -> dict[nn.Module, list[Tensor]]:
         """Returns the innermost modules that use parameters, each with these parameters.

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -410,7 +411,10 @@ def _quoted(text: str) -> str:
 
 
 def _value(value: str | float) -> str:
-    return _quoted(value) if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return _quoted(value)
+    # The numbers of numpy are represented otherwise.
+    return str(int(value)) if isinstance(value, Integral) else repr(float(value))
 
 
 @contextmanager
