@@ -29,7 +29,7 @@ def tensor(**fields: Any) -> ProfiledTensor:
         "elements": 3,
         "element_bytes": 4,
         "forward_us": 0.000001,
-        "backward_us": 1e16,
+        "backward_us": 1e13,
         "update_us": 0.0,
         **fields,
     }
@@ -52,7 +52,7 @@ def test_the_file_has_the_documented_keys_and_reads_back(tmp_path):
             "elements": 3,
             "element_bytes": 4,
             "forward_us": 0.000001,
-            "backward_us": 1e16,
+            "backward_us": 1e13,
             "update_us": 0.0,
         }
         for name in (AWKWARD, "front")
@@ -88,11 +88,14 @@ def test_a_table_is_printed():
     [
         (
             lambda: tensor(forward_us=float("nan")),
-            "forward_us of tensor 'front' is nan; times must",
+            "forward_us of tensor 'front' is nan; times must be from",
         ),
         (lambda: tensor(update_us=float("inf")), "update_us of tensor 'front' is inf"),
         (lambda: tensor(backward_us=-1.0), "backward_us of tensor 'front' is -1.0"),
         (lambda: tensor(elements=0), "'front' has 0 elements"),
+        (lambda: tensor(elements=2**40 + 1), "'front' has 1099511627777 elements; it needs 1 to"),
+        (lambda: tensor(update_us=1.3e13), r"is 13000000000000\.0; .*1\.296e\+13 \(150 days\)"),
+        (lambda: of(*[tensor()] * (2**16 + 1)), "has 65537 tensors; the limit is 65536"),
         (lambda: tensor(element_bytes=16), "elements of 16 bytes; they must have 1, 2, 4 or 8"),
         (lambda: tensor(name=""), "a tensor's name is empty"),
         (lambda: of(tensor(), tensor()), "2 tensors are called 'front'"),

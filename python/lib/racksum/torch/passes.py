@@ -162,8 +162,8 @@ class Passes:
             for layer in self._layers:
                 hooks.callback(layer.register_forward_pre_hook(begins, prepend=True).remove)
             for reduced in self._names:
-                hook = reduced.register_post_accumulate_grad_hook(arrives)  # type: ignore[no-untyped-call]
-                hooks.callback(hook.remove)
+                register: Any = reduced.register_post_accumulate_grad_hook
+                hooks.callback(register(arrives).remove)
             watch.settle()
             start = watch.mark()
             loss = self._loss_of(self._output(inputs))

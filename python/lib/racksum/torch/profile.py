@@ -39,8 +39,12 @@ __all__ = ["Profile", "ProfiledTensor", "profile"]
 _MB = 1 << 20
 #: DDP's default bucket size, in its MB. DDP also defines the default size of the first bucket.
 _BUCKET_MB = 25
-#: The sizes of an element that the simulator knows.
+#: The limits of the simulator: sizes of an element, numbers of tensors and of elements of one, and
+#: microseconds, 150 days.
 _ELEMENT_BYTES = (1, 2, 4, 8)
+_MOST_TENSORS = 1 << 16
+_MOST_ELEMENTS = 1 << 40
+_LONGEST_US = 150 * 86_400 * 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +72,10 @@ class ProfiledTensor:
     def __post_init__(self) -> None:
         if not self.name:
             raise BadArgument("a tensor's name is empty; name it")
-        if self.elements < 1:
-            raise BadArgument(f"tensor {self.name!r} has {self.elements} elements; it needs 1")
+        if not 1 <= self.elements <= _MOST_ELEMENTS:
+            raise BadArgument(
+                f"tensor {self.name!r} has {self.elements} elements; it needs 1 to {_MOST_ELEMENTS}"
+            )
         if self.element_bytes not in _ELEMENT_BYTES:
             raise BadArgument(
                 f"tensor {self.name!r} has elements of {self.element_bytes} bytes; they must have "
@@ -77,10 +83,10 @@ class ProfiledTensor:
             )
         for name in ("forward_us", "backward_us", "update_us"):
             time = getattr(self, name)
-            if not 0 <= time < math.inf:
+            if not 0 <= time <= _LONGEST_US:
                 raise BadArgument(
-                    f"{name} of tensor {self.name!r} is {time}; times must be finite and not "
-                    "negative, so measure again"
+                    f"{name} of tensor {self.name!r} is {time}; times must be from 0 to "
+                    f"{_LONGEST_US:g} (150 days); measure again, or estimate with other rates"
                 )
 
 
@@ -110,6 +116,12 @@ class Profile:
             raise BadArgument(f"times must be measured or estimated, not {self.times!r}")
         if not self.tensors:
             raise BadArgument("the profile has no tensors; it needs one or more", ("tensors",))
+        if len(self.tensors) > _MOST_TENSORS:
+            raise BadArgument(
+                f"the profile has {len(self.tensors)} tensors; the limit is {_MOST_TENSORS}, so "
+                "make larger buckets",
+                ("tensors",),
+            )
         name, count = Counter(tensor.name for tensor in self.tensors).most_common(1)[0]
         if count > 1:
             raise BadArgument(f"{count} tensors are called {name!r}; give each its own name")
