@@ -249,31 +249,20 @@ def profile(
         with _explained(path):
             check_writable(Path(path))
     clock = Clock(device) if estimate is None else Roofline(estimate)
-    rounds = repeats if estimate is None else 1
     with as_it_was(net, optimizer), clock if isinstance(clock, Roofline) else nullcontext():
         passes = Passes(net, inputs, loss or total_of, names, clock)
-        order = passes.order()
-        indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
-            order, limits, [parameter in sparse for parameter in order], list(range(len(order)))
-        )
-        # DDP reduces the last layers first.
-        buckets = [[order[i] for i in reversed(bucket)] for bucket in reversed(indices)]
+        buckets = _buckets(passes.order(), limits, sparse)
+        # Estimates are the same each time.
+        rounds = repeats if estimate is None else 1
         times = passes.times(buckets, rounds)
         updates = passes.updates(buckets, optimizer, rounds)
     made = Profile(
         name=type(net).__name__ if name is None else name,
-        device=estimate.device if estimate else _name_of(device),
-        times="estimated" if estimate else "measured",
+        device=_name_of(device) if estimate is None else estimate.device,
+        times="measured" if estimate is None else "estimated",
         tensors=[
-            ProfiledTensor(
-                name=" .. ".join(dict.fromkeys((names[bucket[0]], names[bucket[-1]]))),
-                elements=sum(parameter.numel() for parameter in bucket),
-                element_bytes=bucket[0].element_size(),
-                forward_us=_micros(forward),
-                backward_us=_micros(backward),
-                update_us=_micros(update),
-            )
-            for bucket, (forward, backward), update in zip(buckets, times, updates, strict=True)
+            _tensor(bucket, names, *both, update)
+            for bucket, both, update in zip(buckets, times, updates, strict=True)
         ],
         comment=_comment(optimizer, repeats, estimate),
     )
@@ -391,6 +380,35 @@ def _limits(model: nn.Module, bucket_mb: float | None, first_mb: float | None) -
     if bucket_mb is not None:
         first = size = int(bucket_mb * _MB)
     return [first if first_mb is None else int(first_mb * _MB), size]
+
+
+def _buckets(order: list[Tensor], limits: list[int], sparse: set[Tensor]) -> list[list[Tensor]]:
+    """Returns the buckets that DDP makes, in the order of the forward pass.
+
+    :param order: The parameters in the order in which their gradients are complete.
+    """
+    indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        order, limits, [parameter in sparse for parameter in order], list(range(len(order)))
+    )
+    return [[order[i] for i in reversed(bucket)] for bucket in reversed(indices)]
+
+
+def _tensor(
+    bucket: list[Tensor],
+    names: dict[Tensor, str],
+    forward: float,
+    backward: float,
+    update: float,
+) -> ProfiledTensor:
+    """Returns the tensor of a bucket, whose times are in seconds."""
+    return ProfiledTensor(
+        name=" .. ".join(dict.fromkeys((names[bucket[0]], names[bucket[-1]]))),
+        elements=sum(parameter.numel() for parameter in bucket),
+        element_bytes=bucket[0].element_size(),
+        forward_us=_micros(forward),
+        backward_us=_micros(backward),
+        update_us=_micros(update),
+    )
 
 
 def _name_of(device: torch.device) -> str:
