@@ -31,6 +31,7 @@ MODULES = (
     "racksum.errors",
     "racksum.torch",
     "racksum.torch.compress",
+    "racksum.torch.profile",
     "racksum.torch.study",
 )
 
@@ -134,6 +135,8 @@ def failures(name: str, address: str, folder: Path) -> str:
             names |= stack.enter_context(SETUPS.get(name, alone)(place))
         if name.startswith("racksum.torch.study."):
             names["found"] = found()
+        if name.startswith("racksum.torch.profile."):
+            names["profiled"] = profiled()
         test = examples_of(name, names)
         for example in test.examples:
             for text, there in place.real.items():
@@ -247,6 +250,34 @@ def found() -> Any:
         union=dict.fromkeys(BLOCKS, 0.2),
     )
     return studies.Study(world=2, compute=0.1, after=0.01, compared=True, buckets=[bucket])
+
+
+def profiled() -> Any:
+    """Returns the profile of the examples, as the module `racksum.torch.profile` describes it."""
+    profiles: Any = sys.modules["racksum.torch.profile"]
+    front = profiles.ProfiledTensor(
+        name="embed.weight .. block.0.bias",
+        elements=1_000_000,
+        element_bytes=4,
+        forward_us=120.5,
+        backward_us=600.0,
+        update_us=90.0,
+    )
+    head = profiles.ProfiledTensor(
+        name="head.weight",
+        elements=200_000,
+        element_bytes=4,
+        forward_us=100.0,
+        backward_us=299.5,
+        update_us=20.0,
+    )
+    return profiles.Profile(
+        name="Net",
+        device="cpu",
+        times="measured",
+        tensors=[front, head],
+        comment="Medians of 5 repeats, updates by SGD.",
+    )
 
 
 def test_every_setup_is_that_of_a_docstring() -> None:

@@ -25,16 +25,21 @@ from racksum.torch.fsdp import set_all_reduce_hook
 from racksum.torch.groups import connect
 from racksum.torch.hook import HookState, allreduce_hook
 from racksum.torch.options import Options
+from racksum.torch.profile import Profile, profile
+from racksum.torch.roofline import Estimate
 from racksum.torch.sparse import allreduce_sparse
 from racksum.torch.study import Study, study
 
 __all__ = [
+    "Estimate",
     "HookState",
     "Options",
+    "Profile",
     "Study",
     "allreduce_hook",
     "allreduce_sparse",
     "connect",
+    "profile",
     "set_all_reduce_hook",
     "study",
 ]

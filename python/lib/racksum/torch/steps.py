@@ -23,12 +23,13 @@ from racksum.errors import BadArgument
 from racksum.futures import new_future
 from racksum.session import DEFAULT_BLOCK
 from racksum.tensor import memory_of
+from racksum.torch.clock import Clock, device_of
 from racksum.torch.compress import BLOCKS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Look", "Steps", "device_of"]
+__all__ = ["Look", "Steps"]
 
 #: Options of a DDP model that affect its buckets.
 _OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -93,7 +94,7 @@ class Steps:
             raise BadArgument("no parameter of the model requires gradients; nothing to study")
         self._loss = loss
         self._optimizer = optimizer
-        self._clock = _Clock(device_of(model))
+        self._clock = Clock(device_of(model))
         self._seen = _Seen(self._clock, {p: name for name, p in model.named_parameters()})
         self._model = DistributedDataParallel(
             model,
@@ -150,7 +151,7 @@ class Steps:
 class _Seen:
     """The state of the hook, with its observations of a step."""
 
-    def __init__(self, clock: _Clock, names: dict[Tensor, str]) -> None:
+    def __init__(self, clock: Clock, names: dict[Tensor, str]) -> None:
         self.clock = clock
         self.names = names
         self.readies: dict[int, Any] = {}
@@ -173,37 +174,6 @@ _see.__annotations__ = {
     "bucket": dist.GradBucket,  # type: ignore[attr-defined]
     "return": Future[torch.Tensor],
 }
-
-
-class _Clock:
-    """Measures time on a device. A GPU lags behind the host, so its own events are timed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
-        self._device = device
-
-    def mark(self) -> Any:
-        """Returns a mark of the moment at which all work that was started so far is done."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
-        return event
-
-    def settle(self) -> None:
-        """Waits until the device has no work left."""
-        self._module.synchronize(self._device)
-
-    def seconds(self, one: Any, other: Any) -> float:
-        """Returns the time from one mark to the other, in seconds. Call ``settle`` first."""
-        if self._device.type == "cpu":
-            return float(other - one)
-        return float(one.elapsed_time(other)) / 1e3
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Returns the device of a model's first parameter, or the CPU if it has no parameters."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _alone(device: torch.device) -> dist.ProcessGroup:

@@ -7,15 +7,10 @@ not zero, and these blocks differ between the ranks.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import io
 import json
 import math
-import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from racksum.errors import BadArgument
 from racksum.extras import needed
+from racksum.files import write_whole
 from racksum.session import DEFAULT_BLOCK
+from racksum.torch.clock import device_of
 from racksum.torch.compress import BLOCKS
-from racksum.torch.steps import Look, Steps, device_of
+from racksum.torch.restore import as_it_was, refuse
+from racksum.torch.steps import Look, Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor, nn
 
 __all__ = ["Bucket", "Prediction", "Study", "study"]
@@ -299,22 +294,10 @@ class Study:
         axes.legend()
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
-        _write_whole(Path(path), picture.getvalue())
+        write_whole(Path(path), picture.getvalue())
 
     def _ranks(self) -> str:
         return f"{self.world} rank{'' if self.world == 1 else 's'}"
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file as a whole, or leaves an existing file unchanged."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def study(
@@ -364,8 +347,8 @@ def study(
 
     def measured() -> tuple[Tensor, list[Look]]:
         _refuse_arguments(loss, steps, world, links)
-        _refuse(net, optimizer)
-        with _as_it_was(net, optimizer):
+        refuse(net, optimizer)
+        with as_it_was(net, optimizer):
             made = Steps(model, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
             looks = _watched(made, loader, steps)
         return made.times(), looks
@@ -403,45 +386,6 @@ def _refuse_arguments(loss: object, steps: int, world: int, links: Sequence[floa
     for link in links:
         if not 0 < link < math.inf:
             raise BadArgument(f"links must be finite and above 0 Gbit/s, not {link}")
-
-
-def _refuse(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises :class:`BadArgument` if a study cannot step a model, or restore an optimizer."""
-    if any(is_lazy(tensor) for tensor in (*net.parameters(), *net.buffers())):
-        raise BadArgument("the model has lazy parameters without a shape; run it on a batch first")
-    if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise BadArgument(
-                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-            )
-        if any(_has_optimizer(value) for value in vars(optimizer).values()):
-            raise BadArgument(
-                f"{type(optimizer).__name__} contains another optimizer and may have state that "
-                "cannot be restored; study without an optimizer"
-            )
-        try:
-            inspect.signature(optimizer.step).bind()
-        except TypeError:
-            raise BadArgument(
-                f"{type(optimizer).__name__} needs a closure to step; study without an optimizer"
-            ) from None
-
-
-def _has_optimizer(value: object) -> bool:
-    """Returns whether a value is an optimizer, or a collection that contains one at any depth."""
-    due, seen = [value], set[int]()
-    while due:
-        item = due.pop()
-        if isinstance(item, torch.optim.Optimizer):
-            return True
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, dict):
-            due += [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set, frozenset, deque)):
-            due += item
-    return False
 
 
 def _together(
@@ -517,57 +461,3 @@ def _bucket(
 def _wire_bytes(elements: float, wire: str, block: int) -> float:
     scale = 4 / block if wire == "int8" else 0.0
     return elements * (WIRES[wire] + scale) * (1 + _HEADERS / _PAYLOAD)
-
-
-@contextmanager
-def _as_it_was(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Restores the state that the steps in the block change."""
-    # Restore the references of modules too, because forward may replace a buffer with a new tensor.
-    held = [places for module in net.modules() for places in (module._parameters, module._buffers)]
-    before = [dict(places) for places in held]
-    tensors = [*net.parameters(), *net.buffers()]
-    values = [tensor.detach().clone() for tensor in tensors]
-    gradients = [parameter.grad for parameter in net.parameters()]
-    try:
-        device = device_of(net)
-        with (
-            torch.random.fork_rng([device] if device.type != "cpu" else None),
-            _on_a_copy(optimizer),
-        ):
-            yield
-    finally:
-        for places, own in zip(held, before, strict=True):
-            places.clear()
-            places.update(own)  # type: ignore[arg-type]
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-
-
-@contextmanager
-def _on_a_copy(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Makes an optimizer work on copies of its state, and restores the originals.
-
-    A ``state_dict`` would not do: an optimizer converts the state that it loads to the dtypes of
-    its parameters.
-    """
-    if optimizer is None:
-        yield
-        return
-    groups = optimizer.param_groups
-    state, kept = dict(optimizer.state), [dict(group) for group in groups]
-    # Do not copy the parameters.
-    memo = {id(p): p for group in groups for p in group["params"]}
-    try:
-        optimizer.state.update(copy.deepcopy(state, memo))
-        for group in groups:
-            group.update(copy.deepcopy(group, memo))
-        yield
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, own in zip(groups, kept, strict=True):
-            group.clear()
-            group.update(own)
