@@ -94,7 +94,7 @@ mod tests {
         let mut model: Vec<(u32, u64)> = vec![];
         for number in 0..100_000 {
             if random.once_in(2) {
-                let priority = random.below(6) as u32;
+                let priority = random.pick(&[0, 1, 2, 3, 4, 5]);
                 queue.push(priority, number);
                 let index = model.partition_point(|(other, _)| *other <= priority);
                 model.insert(index, (priority, number));

@@ -3,6 +3,7 @@
 use super::*;
 use crate::link::LinkConfig;
 use crate::random::Random;
+use crate::workload::duration;
 
 #[derive(Debug)]
 enum Event {
@@ -37,7 +38,8 @@ fn mean_wait(packets: usize, mut pause: impl FnMut() -> Picos) -> f64 {
         let now = engine.now();
         match event {
             Event::Send(link) => {
-                let packet = Framed { packet: (now, 0), bytes: BYTES, priority: 0, is_marked: false };
+                let packet =
+                    Framed { packet: (now, 0), bytes: BYTES, priority: 0, is_marked: false };
                 assert!(fabric.send(&mut engine, link, packet));
                 sent += 1;
                 if sent < packets {
@@ -61,7 +63,7 @@ fn poisson_arrivals_wait_as_in_m_d_1() {
         let mean = TAKES.0 as f64 / load;
         let wait = mean_wait(2_000_000, || {
             let uniform = (random.bits() >> 11) as f64 / (1u64 << 53) as f64;
-            Picos((-mean * (1.0 - uniform).ln()).round() as u64)
+            duration::from_units(-mean * (1.0 - uniform).ln(), Picos(1)).unwrap()
         });
         // Pollaczek and Khinchine: load / (2 (1 - load)) services.
         let expected = load / (2.0 * (1.0 - load));

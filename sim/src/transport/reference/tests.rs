@@ -38,7 +38,7 @@ fn run(
     let mut fabric = Fabric::new(topology);
     let mut ends = vec![Picos::ZERO; jobs.len()];
     let mut net = Net { engine: &mut engine, fabric: &mut fabric };
-    for job in 0..jobs.len() as u32 {
+    for (job, _) in (0..).zip(jobs) {
         for worker in 0..reference.workers(job) {
             reference.begin(&mut net, Member { job, worker }, packets);
         }
@@ -102,11 +102,11 @@ fn the_window_limits_the_rate_up_to_the_round_trip() {
     // A round trip of 4 x 1.72 us holds 9.56 packets of 720 ns.
     let takes = 720_000;
     let round_trip = 4 * (takes + MICRO.0);
-    let packets = 100_000u64;
+    let packets = 100_000;
     for slots in [1, 2, 5, 9, 10, 11, 64, 512] {
-        let (ends, ..) = run(two_racks(1, 100), config(slots), &[&[0, 1]], packets as u32);
-        let by_window = packets.div_ceil(u64::from(slots)) * round_trip;
-        let expected = by_window.max(packets * takes);
+        let (ends, ..) = run(two_racks(1, 100), config(slots), &[&[0, 1]], packets);
+        let by_window = u64::from(packets.div_ceil(slots)) * round_trip;
+        let expected = by_window.max(u64::from(packets) * takes);
         let error = ends[0].0 as f64 / expected as f64 - 1.0;
         assert!(error.abs() < 2e-4, "{slots} slots: {error}");
     }
