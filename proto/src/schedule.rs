@@ -75,15 +75,15 @@ pub trait Schedule<J> {
     /// yet.
     fn debt(&self, job: J) -> usize;
 
-    /// Returns the priority with which the job's data goes now: smaller numbers first. It may change
-    /// whenever another method was called.
+    /// Returns the priority with which the job's data goes now: smaller numbers first. It may
+    /// change whenever another method was called.
     fn priority(&self, job: J) -> u32 {
         _ = job;
         0
     }
 }
 
-/// What a job asks for: its next op, and what a schedule may weigh.
+/// The demand of a job: its next op, and properties that a schedule may weigh.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Demand {
     /// The bytes of the op that are not done.

@@ -1,4 +1,4 @@
-//! What runs of scenarios print: one JSON object a line.
+//! The results of scenarios: one JSON object a line.
 //!
 //! docs/simulation.md documents the fields.
 
@@ -30,13 +30,13 @@ pub struct JobLine {
     pub seed: u64,
     /// The number of the job.
     pub job: u64,
-    /// Its name in the trace, or its model.
+    /// The job's name in the trace, or its model.
     pub name: String,
     /// The name of the profile.
     pub model: String,
     /// The number of iterations.
     pub iterations: u64,
-    /// The numbers of its workers.
+    /// The numbers of the job's workers.
     pub workers: Vec<u32>,
     /// The time of the submission.
     pub submitted_s: f64,
@@ -81,8 +81,8 @@ pub struct RunLine {
     pub wall_s: f64,
 }
 
-/// Runs a scenario with one seed. `wall_s` returns the seconds since the run began, and `report` gets
-/// each line as it comes.
+/// Runs a scenario with one seed. `wall_s` returns the seconds since the run began, and `report`
+/// gets each line as it comes.
 ///
 /// # Errors
 /// If a job can never start.

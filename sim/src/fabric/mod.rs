@@ -81,7 +81,8 @@ impl<P: Copy> Fabric<P> {
         packet
     }
 
-    /// Returns the first link whose port lost, made or reordered packets, or idled while some waited.
+    /// Returns the first link whose port lost, made or reordered packets, or idled while some
+    /// waited.
     #[must_use]
     pub fn unsound(&self) -> Option<LinkId> {
         self.ports.iter().position(|port| !port.is_sound()).map(LinkId)

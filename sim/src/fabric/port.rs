@@ -135,9 +135,9 @@ impl<P: Copy> Port<P> {
         (packet, self.on_the_way.front().map(|(at, _)| *at))
     }
 
-    /// Returns whether the packets and bytes that the port was handed are those that it sent, dropped
-    /// or holds, whether it sent those of a priority in order, and whether it never idled while
-    /// packets waited.
+    /// Returns whether the packets and bytes that the port was handed are those that it sent,
+    /// dropped or holds, whether it sent those of a priority in order, and whether it never idled
+    /// while packets waited.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         let Self { counts, queue, queued_bytes, .. } = self;

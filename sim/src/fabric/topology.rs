@@ -349,8 +349,8 @@ impl Topology {
         }
     }
 
-    /// Returns which nodes can be reached from one by going up, or down if `ends` exchanges the ends
-    /// of links.
+    /// Returns which nodes can be reached from one by going up, or down if `ends` exchanges the
+    /// ends of links.
     fn reaches(&self, from: NodeId, ends: fn(&Link) -> (NodeId, NodeId)) -> Vec<bool> {
         let mut reached = vec![false; self.nodes.len()];
         reached[from.0] = true;

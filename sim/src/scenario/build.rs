@@ -106,7 +106,8 @@ pub enum ScenarioErrorKind {
     Duration(#[from] DurationError),
     /// Packets do not hold their elements.
     #[error(
-        "packets of {wire_bytes} bytes on the wire do not hold {elements} elements and {} bytes of headers",
+        "packets of {wire_bytes} bytes on the wire do not hold {elements} elements and {} bytes of \
+         headers",
         Format::HEADER_BYTES
     )]
     Format {

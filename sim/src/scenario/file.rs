@@ -184,7 +184,7 @@ pub(super) enum CompressFile {
 pub(super) struct JobFile {
     pub(super) model: String,
     pub(super) iterations: NonZeroU64,
-    /// Its workers by number, with one GPU each.
+    /// The workers by number, with one GPU each.
     pub(super) workers: Option<Vec<u32>>,
     /// The number of its GPUs, if the placement chooses workers.
     pub(super) gpus: Option<NonZeroU32>,

@@ -86,7 +86,7 @@ fn what_cannot_be_run_is_refused_with_line_and_reason() {
             format!(
                 "{HEAD}{FABRIC}[transport]\nkind = 'reference'\nmtu = 100\nelements = 5\n{JOB}"
             ),
-            "line 8: packets of 100 bytes on the wire do not hold 5 elements and 82 bytes of headers",
+            "line 8: packets of 100 bytes on the wire do not hold 5 elements and 82 bytes of ",
         ),
         (
             format!("{HEAD}{FABRIC}[schedule]\ncompress = 'low-priority'\n{JOB}"),

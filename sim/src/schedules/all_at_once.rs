@@ -4,7 +4,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 use racksum_proto::schedule::{Schedule, Turn};
 
-/// A schedule without an order among jobs: ReadyAndGo with whole tensors, ByteScheduler with chunks.
+/// A schedule without an order among jobs: ReadyAndGo with whole tensors, ByteScheduler with
+/// chunks.
 ///
 /// Source of the latter: Peng et al., *A Generic Communication Scheduler for Distributed DNN
 /// Training Acceleration*, SOSP 2019.

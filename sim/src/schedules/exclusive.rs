@@ -9,7 +9,7 @@ use racksum_proto::schedule::{Demand, Schedule, Turn};
 pub enum Rule {
     /// The job that has waited longest, even if another one's ports are free before.
     Fifo,
-    /// Of the jobs whose ports are free, the one that was served least.
+    /// The job that was served least of those whose ports are free.
     LeastServed,
 }
 

@@ -9,7 +9,7 @@ use crate::coflow::bssi::{self, Jobs};
 /// A weight of a job's next tensor. BSSI puts heavy jobs first.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Weight {
-    /// The same for all jobs.
+    /// One, for all jobs.
     #[default]
     None,
     /// The share of the tensor that is left.

@@ -22,7 +22,7 @@ pub struct Coordination {
     pub chunk_elements: Option<u64>,
     /// Which chunks are compressed.
     pub compression: Compression,
-    /// What a job's demand names as its ports.
+    /// The ports that a job's demand names.
     pub ports: Ports,
 }
 
@@ -43,7 +43,7 @@ impl std::fmt::Debug for Coordination {
 pub enum Order {
     /// In the order in which they are ready.
     Ready,
-    /// Those at the front of the model first, which the next forward pass needs first.
+    /// From the front of the model to the back, as the next forward pass needs them.
     Front,
 }
 
@@ -72,7 +72,7 @@ pub enum Which {
     /// None.
     #[default]
     Never,
-    /// Those of jobs that are not the first in the order.
+    /// Chunks of jobs that are not the first in the order.
     LowPriority,
     /// Each with a probability of 40 %.
     TwoInFive,
@@ -81,7 +81,7 @@ pub enum Which {
 /// A chunk that the workers of a job begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    /// Its elements.
+    /// The elements that the chunk covers.
     pub elements: u64,
     /// The elements that are sent for them.
     pub sent_elements: u64,
@@ -206,8 +206,8 @@ impl Collectives {
         Some((number, chunk))
     }
 
-    /// Notes that a worker has the result of its chunk. Returns the tensor that is done, if this was
-    /// its last chunk.
+    /// Notes that a worker has the result of its chunk. Returns the tensor that is done, if this
+    /// was its last chunk.
     pub fn end(&mut self, member: Member, waited: Picos) -> Option<usize> {
         let job = &mut self.jobs[member.job as usize];
         if self.rules.schedule.is_none() {

@@ -1,8 +1,8 @@
 //! Training jobs that share a fabric.
 //!
 //! A [`Dispatcher`] starts jobs, a [`Process`] per worker says what the worker computes and when it
-//! asks for all-reduces, and [`Collectives`] says when these begin. A [`Simulation`] drives all three
-//! over a data plane.
+//! asks for all-reduces, and [`Collectives`] says when these begin. A [`Simulation`] drives all
+//! three over a data plane.
 
 mod collectives;
 mod dispatch;

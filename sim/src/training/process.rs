@@ -1,11 +1,11 @@
 //! The training loop of one worker of one job.
 //!
-//! A worker computes one thing at a time: the forward passes of all tensors in ascending order, then
-//! the backward passes in descending order. The end of a backward pass asks for the all-reduce of
-//! its tensor. Once that is done, the tensor is updated, beside whatever else the worker computes.
-//! The next forward pass of a tensor waits for its update.
+//! A worker computes one thing at a time: the forward passes of all tensors in ascending order,
+//! then the backward passes in descending order. The end of a backward pass asks for the
+//! all-reduce of its tensor. Once that is done, the tensor is updated, beside whatever else the
+//! worker computes. The next forward pass of a tensor waits for its update.
 
-/// What a worker does next.
+/// The next thing that a worker does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Compute, and tell the process when that has ended.

@@ -33,12 +33,12 @@ pub struct Inputs {
     pub profiles: BTreeMap<String, Arc<Profile>>,
 }
 
-/// What became of a job.
+/// A job that has finished.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finished {
     /// The job as it was submitted.
     pub arrival: Arrival,
-    /// Its workers.
+    /// The job's workers.
     pub placement: Placement,
     /// The time at which it started.
     pub started: Picos,

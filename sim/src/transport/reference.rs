@@ -26,14 +26,14 @@ pub struct Format {
 }
 
 impl Format {
-    /// Bytes on the wire that carry no elements: preamble 8, Ethernet 14, IP 20, UDP 8, SwitchML 16,
-    /// checksum 4, gap 12.
+    /// Bytes on the wire that carry no elements: preamble 8, Ethernet 14, IP 20, UDP 8, SwitchML
+    /// 16, checksum 4, gap 12.
     pub const HEADER_BYTES: u32 = 82;
 
     /// Returns the sizes that the original study's parameters give: the size on the wire, the
-    /// number of elements, both, or neither (1500 and 256). With both, a packet takes the whole size
-    /// even if its elements do not fill it. `None` if a packet would have no elements or not hold
-    /// them.
+    /// number of elements, both, or neither (1500 and 256). With both, a packet takes the whole
+    /// size even if its elements do not fill it. `None` if a packet would have no elements or not
+    /// hold them.
     #[must_use]
     pub fn new(wire_bytes: Option<u32>, elements: Option<u32>) -> Option<Self> {
         let held = |wire_bytes: u32| wire_bytes.checked_sub(Self::HEADER_BYTES).map(|it| it / 4);
@@ -156,7 +156,7 @@ struct Slot {
     has_result: bool,
 }
 
-/// What a worker has in flight.
+/// The packets that a worker has in flight.
 #[derive(Debug, Default)]
 struct Sender {
     collective: u32,
@@ -244,8 +244,8 @@ impl Reference {
         self.jobs[job as usize].priority = priority;
     }
 
-    /// Lets a worker begin its next collective. All workers of a job begin the same ones in the same
-    /// order.
+    /// Lets a worker begin its next collective. All workers of a job begin the same ones in the
+    /// same order.
     pub fn begin<E: From<Arrival> + From<Overdue>>(
         &mut self,
         net: &mut Net<'_, E>,
