@@ -8,9 +8,8 @@ use toml::Spanned;
 
 use super::Scenario;
 use super::file::{
-    ArrivalsFile, CompressFile, DeviceFile, FabricFile, File, FormatFile, Gbit, IterationsFile,
-    JobFile, KindFile, LinkFile, PlacementFile, PolicyFile, ScheduleFile, TransportFile,
-    WeightFile,
+    ArrivalsFile, DeviceFile, FabricFile, File, FormatFile, Gbit, IterationsFile, JobFile,
+    KindFile, LinkFile, PlacementFile, PolicyFile, ScheduleFile, TransportFile,
 };
 use crate::engine::Picos;
 use crate::fabric::{Kind, Topology, TopologyError, TwoLayers};
@@ -168,29 +167,17 @@ pub(super) struct ScheduleRules {
 
 impl ScheduleRules {
     fn new(file: &ScheduleFile) -> Result<Self, ScenarioErrorKind> {
-        if file.compress == CompressFile::LowPriority && file.kind != KindFile::Sincronia {
+        if file.compress == Which::LowPriority && file.kind != KindFile::Sincronia {
             return Err(ScenarioErrorKind::NoPriorities);
         }
-        let weight = match file.weight {
-            WeightFile::None => Weight::None,
-            WeightFile::LeftMore => Weight::LeftMore,
-            WeightFile::LeftLess => Weight::LeftLess,
-            WeightFile::Layer => Weight::Layer,
-            WeightFile::Idle => Weight::Idle,
-        };
-        let which = match file.compress {
-            CompressFile::Never => Which::Never,
-            CompressFile::LowPriority => Which::LowPriority,
-            CompressFile::TwoInFive => Which::TwoInFive,
-        };
         let is_whole =
             matches!(file.kind, KindFile::None | KindFile::ReadyAndGo | KindFile::FifoExclusive);
         let chunk = file.chunk.map_or(DEFAULT_CHUNK, std::num::NonZero::get);
         Ok(Self {
             kind: file.kind,
             chunk_elements: (!is_whole).then_some(chunk),
-            weight,
-            compression: Compression { which, is_sticky: file.sticky },
+            weight: file.weight,
+            compression: Compression { which: file.compress, is_sticky: file.sticky },
             d0: file.d0,
         })
     }

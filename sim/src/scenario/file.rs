@@ -6,6 +6,9 @@ use std::num::{NonZeroU32, NonZeroU64};
 use serde::Deserialize;
 use toml::Spanned;
 
+use crate::schedules::Weight;
+use crate::training::Which;
+
 /// A scenario file.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -136,8 +139,8 @@ pub(super) struct ScheduleFile {
     pub(super) kind: KindFile,
     /// Elements of a chunk.
     pub(super) chunk: Option<NonZeroU64>,
-    pub(super) weight: WeightFile,
-    pub(super) compress: CompressFile,
+    pub(super) weight: Weight,
+    pub(super) compress: Which,
     pub(super) sticky: bool,
     /// The demand of a job on ports that it does not use.
     pub(super) d0: u64,
@@ -154,28 +157,6 @@ pub(super) enum KindFile {
     ByteScheduler,
     DeficitRoundRobin,
     Sincronia,
-}
-
-/// A weight's name.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) enum WeightFile {
-    #[default]
-    None,
-    LeftMore,
-    LeftLess,
-    Layer,
-    Idle,
-}
-
-/// Which chunks are compressed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) enum CompressFile {
-    #[default]
-    Never,
-    LowPriority,
-    TwoInFive,
 }
 
 /// One job, or several equal ones.

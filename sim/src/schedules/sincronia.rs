@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 
 use racksum_proto::schedule::{Demand, Schedule, Turn};
+use serde::Deserialize;
 
 use crate::coflow::bssi::{self, Jobs};
 
 /// A weight of a job's next tensor. BSSI puts heavy jobs first.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Weight {
     /// One, for all jobs.
     #[default]

@@ -7,6 +7,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use racksum_proto::schedule::{Demand, Schedule, Turn};
+use serde::Deserialize;
 
 use crate::engine::Picos;
 use crate::random::Random;
@@ -67,7 +68,8 @@ pub struct Compression {
 }
 
 /// The chunks that are compressed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Which {
     /// None.
     #[default]
