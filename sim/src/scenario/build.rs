@@ -22,7 +22,7 @@ use crate::workload::arrivals::{self, Arrival, ArrivalError, Iterations, JobNumb
 use crate::workload::duration::{self, DurationError, MICROSECOND, SECOND};
 use crate::workload::placement::{Assignments, CustomError, Policy, Spread, WorkerId};
 use crate::workload::profile::reference::{Device, Reference, ReferenceError};
-use crate::workload::profile::{Profile, ProfileError};
+use crate::workload::profile::{Profile, ProfileError, Tensor};
 
 /// An error in a scenario.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -89,6 +89,12 @@ pub enum ScenarioErrorKind {
     /// The cluster has no workers.
     #[error("the fabric has no workers")]
     NoWorkers,
+    /// The cluster has too many nodes.
+    #[error("the fabric has more than {MOST_NODES} nodes")]
+    TooLarge,
+    /// The scenario has too many jobs.
+    #[error("the scenario has more than {MOST_JOBS} jobs")]
+    TooManyJobs,
     /// A switch has too many children.
     #[error("switch {switch:?} has {children} children, but aggregates at most {MOST_CHILDREN}")]
     TooWide {
@@ -114,6 +120,14 @@ pub enum ScenarioErrorKind {
         wire_bytes: String,
         /// The number of elements.
         elements: String,
+    },
+    /// A tensor takes too many packets.
+    #[error("tensor {tensor:?} of model {model:?} takes 2^32 packets or more; use larger packets")]
+    Packets {
+        /// The model.
+        model: String,
+        /// The tensor.
+        tensor: String,
     },
     /// The scenario has no jobs.
     #[error("the scenario has no jobs; add [[jobs]] or [arrivals]")]
@@ -231,6 +245,15 @@ impl Scenario {
             Some(transport) => config(transport.get_ref()).map_err(at(transport.span()))?,
             None => config(&TransportFile::default()).map_err(at(0..0))?,
         };
+        for profile in profiles.values() {
+            let is_too_large = |tensor: &&Tensor| {
+                transport.format.packets(tensor.bytes().div_ceil(4)) > u64::from(u32::MAX)
+            };
+            if let Some(tensor) = profile.tensors().iter().find(is_too_large) {
+                let (model, tensor) = (profile.name().into(), tensor.name.clone());
+                return Err(at(0..0)(ScenarioErrorKind::Packets { model, tensor }));
+            }
+        }
         let schedule = match &file.schedule {
             Some(schedule) => {
                 ScheduleRules::new(schedule.get_ref()).map_err(at(schedule.span()))?
@@ -317,10 +340,20 @@ fn fabric(file: &FabricFile) -> Result<(Topology, u32), ScenarioErrorKind> {
                 worker: link(*gbit)?,
                 uplink: link(uplink_gbit.unwrap_or(*gbit))?,
             };
-            if racks * workers_per_rack == 0 {
+            let workers = racks.checked_mul(*workers_per_rack);
+            let nodes = workers.and_then(|workers| workers.checked_add(*racks)?.checked_add(1));
+            if nodes.is_none_or(|nodes| nodes > MOST_NODES) {
+                return Err(ScenarioErrorKind::TooLarge);
+            }
+            if workers == Some(0) {
                 return Err(ScenarioErrorKind::NoWorkers);
             }
             (two_layers.build(), *gpus_per_worker)
+        }
+        FabricFile::Links { workers, switches, .. }
+            if workers.len() + switches.len() > MOST_NODES =>
+        {
+            return Err(ScenarioErrorKind::TooLarge);
         }
         FabricFile::Links { gpus_per_worker, workers, switches, links } => {
             (connected(workers, switches, links)?, *gpus_per_worker)
@@ -453,6 +486,9 @@ fn listed<F: Fn(ScenarioErrorKind) -> ScenarioError>(
         let gpus = gpus.ok_or_else(|| at(ScenarioErrorKind::WorkersOrGpus))?;
         let submitted = duration::from_units(job.submitted_s, SECOND);
         let submitted = submitted.map_err(|error| at(error.into()))?;
+        if arrivals.len() + job.count.get() as usize > MOST_JOBS {
+            return Err(at(ScenarioErrorKind::TooManyJobs));
+        }
         for _ in 0..job.count.get() {
             let (number, model) = (JobNumber(arrivals.len() as u64), job.model.clone());
             let (name, iterations) = (model.clone(), job.iterations);
@@ -522,5 +558,8 @@ fn policy(file: &PlacementFile) -> Result<Policy, ScenarioErrorKind> {
     Ok(Policy::Random { spread, fallback: file.fallback })
 }
 
+/// The number of nodes of the largest fabric, and of jobs of the largest scenario.
+const MOST_NODES: usize = 65_000;
+const MOST_JOBS: usize = 1_000_000;
 /// Elements of a chunk: 1 MiB of `f32`, as in ByteScheduler.
 const DEFAULT_CHUNK: u64 = 262_144;

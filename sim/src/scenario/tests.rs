@@ -9,6 +9,7 @@ const JOB: &str = "[[jobs]]\nmodel = 'm'\niterations = 1\nworkers = [0, 3]\n";
 fn parse(text: &str) -> Result<Scenario, ScenarioError> {
     Scenario::parse(text, &|file| match file {
         "m.toml" => Ok(PROFILE.into()),
+        "large.toml" => Ok(PROFILE.replace("1000", "1_000_000_000_000")),
         "bad.toml" => Ok(PROFILE.replace("1000", "0")),
         "jobs.csv" => Ok("num_gpu,duration,submit_time,iterations,model\n2,1,0,x,m\n".into()),
         _ => Err("No such file or directory".into()),
@@ -87,6 +88,21 @@ fn what_cannot_be_run_is_refused_with_line_and_reason() {
                 "{HEAD}{FABRIC}[transport]\nkind = 'reference'\nmtu = 100\nelements = 5\n{JOB}"
             ),
             "line 8: packets of 100 bytes on the wire do not hold 5 elements and 82 bytes of ",
+        ),
+        (
+            format!("{HEAD}{}{JOB}", FABRIC.replace("racks = 2", "racks = 9223372036854775807")),
+            "line 3: the fabric has more than 65000 nodes",
+        ),
+        (
+            format!("{HEAD}{FABRIC}{JOB}count = 4_000_000_000\n"),
+            "line 8: the scenario has more than 1000000 jobs",
+        ),
+        (
+            format!(
+                "name = 's'\nprofiles = ['large.toml']\n{FABRIC}\
+                 [transport]\nkind = 'reference'\nelements = 1\n{JOB}"
+            ),
+            "line 1: tensor \"t\" of model \"m\" takes 2^32 packets or more; use larger packets",
         ),
         (
             format!("{HEAD}{FABRIC}[schedule]\ncompress = 'low-priority'\n{JOB}"),

@@ -33,11 +33,11 @@ pub enum Step {
 /// The state of a worker's training loop.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
-    iterations: u32,
+    iterations: u64,
     /// The iteration that computes, from zero.
-    iteration: u32,
+    iteration: u64,
     /// Per tensor: updates that have ended.
-    updates: Vec<u32>,
+    updates: Vec<u64>,
     /// The tensor whose forward pass waits for an update.
     waits_for: Option<usize>,
 }
@@ -46,7 +46,7 @@ impl Process {
     /// Creates the loop of a model with some tensors, at least one, and returns it with its first
     /// action.
     #[must_use]
-    pub fn new(tensors: usize, iterations: u32) -> (Self, Action) {
+    pub fn new(tensors: usize, iterations: u64) -> (Self, Action) {
         let updates = vec![0; tensors];
         let process = Self { iterations, iteration: 0, updates, waits_for: None };
         let is_over = iterations == 0 || tensors == 0;

@@ -281,10 +281,12 @@ impl Simulation {
             let mut ports: Vec<_> = ports.iter().map(|node| node.node.number()).collect();
             ports.sort_unstable();
             let profile = Arc::clone(&self.profiles[&arrival.model]);
-            let elements = profile.tensors().iter().map(|tensor| tensor.elements).collect();
+            // Packets count in elements of 4 bytes.
+            let elements =
+                profile.tensors().iter().map(|tensor| tensor.bytes().div_ceil(4)).collect();
             self.collectives.add_job(elements, nodes.len(), ports);
             let number = self.transport.add_job(tree).ok_or(RunError::TooWide { job })?;
-            let iterations = u32::try_from(arrival.iterations.get()).unwrap_or(u32::MAX);
+            let iterations = arrival.iterations.get();
             let (process, first) = Process::new(profile.tensors().len(), iterations);
             let worker = |worker| Worker {
                 process: process.clone(),

@@ -188,3 +188,18 @@ fn a_job_that_is_too_large_is_an_error() {
         "job 0 asks for 3 GPUs, for which the empty cluster has no placement"
     );
 }
+
+#[test]
+fn smaller_elements_are_fewer_bytes() {
+    let sent = |element_bytes: u32| {
+        let profile = PROFILE
+            .replace("elements = ", &format!("element_bytes = {element_bytes}, elements = "));
+        let text = "name = 'test'\nprofiles = ['x']\n[fabric]\nlayout = 'two-layers'\nracks = 2\n\
+                    workers_per_rack = 1\ngbit = 10\n[[jobs]]\nmodel = 'small'\niterations = 1\n\
+                    workers = [0, 1]";
+        run(&Scenario::parse(text, &|_| Ok(profile.clone())).unwrap(), 0).1.sent_bytes
+    };
+    let packets = |elements: u64| 2 * 9000 * elements.div_ceil(2229);
+    assert_eq!(sent(4), packets(1_000_000) + packets(400_000) + packets(100_000));
+    assert_eq!(sent(2), packets(500_000) + packets(200_000) + packets(50_000));
+}
